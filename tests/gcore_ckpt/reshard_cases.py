@@ -162,7 +162,7 @@ def save_each(
     remade: list[bool] = []
     with (
         checkpointer(rank, path, size, **options) as saver,
-        mock.patch("gcore_ckpt.saving.pipeline.lay_out", side_effect=lay_out) as counted,
+        mock.patch("gcore_ckpt.saving.planner.lay_out", side_effect=lay_out) as counted,
     ):
         for step, tree in trees.items():
             before = counted.call_count

@@ -16,7 +16,7 @@ from rank_pool import RankServer
 from waiting import wait_until
 
 from gcore_ckpt import Checkpointer, verify
-from gcore_ckpt.loading.loader import LoadOptions, load_step
+from gcore_ckpt.loading.loader import load_step
 from gcore_ckpt.loading.reader import open_step
 from gcore_ckpt.ranks.group import RankGroup
 from gcore_ckpt.storage.local import open_storage
@@ -223,7 +223,7 @@ def test_a_step_that_is_being_read_may_be_deleted(rank_server: RankServer, tmp_p
         with open_step(open_storage(tmp_path), 1) as reader:
             pool.run("save_steps", str(tmp_path), [2, 3], {"keep": 1}, size=3)
             assert Checkpointer(tmp_path).steps() == [3]
-            read = load_step(reader, RankGroup(), None, LoadOptions(only=only))
+            read = load_step(reader, RankGroup(), None, only=only)
     for state in (mapped, read):
         assert all((tensor == 1).all() for tensor in (state["sharded"], *state["replicated"]))
 

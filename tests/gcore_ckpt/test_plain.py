@@ -1,148 +1,22 @@
-"""States of many small tensors: collected by a short way, and copied and read together, to the bit."""
+"""States of many small tensors: copied and read together, to the bit."""
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
-from gcore_ckpt import Checkpointer, PerRank, Shard, Shards, load, verify
+from gcore_ckpt import Checkpointer, Shards, load, verify
 from gcore_ckpt.format.boxes import DTYPES, HeldBox, lay_out
-from gcore_ckpt.ranks.plain import collect_plain
-from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, collect
-
-
-@dataclass
-class Pair:
-    first: Any
-    second: Any
-
-
-class Mode(Enum):
-    ON = "on"
-
-
-BASE = torch.arange(24.0).view(2, 3, 4)
-PLAIN: list[Any] = [
-    *(
-        torch.zeros(3),
-        torch.zeros(0, 2),
-        torch.tensor(1.0),
-        torch.zeros(4, 2).t(),
-        torch.zeros(2).expand(3, 2),
-    ),
-    *(
-        torch.nn.Parameter(torch.zeros(2)),
-        torch.ones(2).bfloat16(),
-        torch.ones(2, dtype=torch.complex64).conj(),
-    ),
-    *(np.zeros(3), np.zeros((2, 3)).T, np.zeros(4)[::-2], np.zeros(0), np.array(2, np.uint8)),
-    *(
-        None,
-        True,
-        3,
-        2**80,
-        0.1,
-        math.inf,
-        "text",
-        "\ud800",
-        b"bytes",
-        {1, "a"},
-        np.float32(1),
-        {},
-        [],
-        (),
-        Mode.ON,
-    ),
-]
-OTHER: list[Any] = [
-    *(BASE, BASE[0], BASE[:, 1], BASE.view(-1), BASE.permute(2, 1, 0)),
-    *(
-        Shard(global_shape=(2,), offset=(0,), tensor=torch.zeros(2), name="own"),
-        torch.zeros(2, device="meta"),
-    ),
-    *(
-        torch.eye(2).to_sparse(),
-        torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
-        object(),
-        np.zeros(2, ">f4"),
-    ),
-    *(np.ma.masked_array([1]), Shards([]), Pair(1, {"a": 2}), Pair(torch.zeros(2), None)),
-]
-KEYS = st.sampled_from(["a", "b", "a.b", "", "é", "\ud800", "__metadata__", "1", 1, 0, -1, 2**60])
-STATES = st.recursive(
-    st.sampled_from(PLAIN) | st.sampled_from(OTHER),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
-        inner.map(PerRank),
-    ),
-    max_leaves=10,
-)
-
-
-def held(state: Any) -> Holdings | None:
-    try:
-        return collect(state, 1)
-    except (TypeError, ValueError):
-        return None
-
-
-@given(STATES)
-def test_the_short_way_ends_where_the_long_one_does(state: Any) -> None:
-    plain = collect_plain(state, 1)
-    if plain is not None:
-        expected = held(state)
-        assert expected is not None
-        assert plain[:2] == expected[:2]
-        assert [*map(id, plain.data)] == [*map(id, expected.data)] or any(
-            0 in data.shape for data in plain.data
-        )
-
-
-def test_what_is_plain_goes_the_short_way() -> None:
-    state: Any = {
-        "leaves": PLAIN,
-        "deep": OrderedDict(a=[{1: (PLAIN[0].clone(), 3)}]),
-        "own": PerRank([torch.ones(1)]),
-    }
-    assert collect_plain(state) is not None
-    for leaf in OTHER:
-        assert collect_plain([leaf, BASE]) is None
-    deep: Any = torch.zeros(1)
-    for _ in range(100):
-        deep = [deep]
-    assert collect_plain(deep) is not None
-    assert collect_plain([deep]) is None
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    assert collect_plain(cyclic) is None
+from gcore_ckpt.ranks.shards import TORCH_DTYPES, collect
 
 
 def test_a_place_without_shards_is_no_dict() -> None:
     """Alone among plain tensors, too: it is a tensor that other ranks hold."""
     state = {"w": torch.ones(2), "x": Shards([])}
-    assert collect_plain(state) is None
     assert collect(state).tree == {"dict": {"w": {"tensor": "w"}, "x": {"tensor": "x"}}}
-
-
-def test_boxes_that_are_known_are_kept() -> None:
-    first = collect_plain({"a": torch.zeros(2), "b": torch.zeros(3)})
-    assert first is not None
-    second = collect_plain(
-        {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(3)}, 0, first.boxes
-    )
-    assert second is not None
-    assert [box.shape for box in second.boxes] == [(2,), (4,), (3,)]
-    assert second.boxes[0] is first.boxes[0]
 
 
 def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -258,7 +132,7 @@ def test_files_are_laid_out_again_when_tensors_have_changed(
         planned.append(len(boxes))
         return lay_out(boxes, max_file_bytes)
 
-    monkeypatch.setattr("gcore_ckpt.saving.pipeline.lay_out", count)
+    monkeypatch.setattr("gcore_ckpt.saving.planner.lay_out", count)
     with Checkpointer(tmp_path) as checkpointer:
         for step, size in enumerate([3, 3, 3, 4, 4]):
             checkpointer.save(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rank import Rank
 
 from gcore_ckpt import CheckpointError, PerRank, Shard, Tier, TieredCheckpointer
+from gcore_ckpt.saving.host_memory import allocate
 from gcore_ckpt.storage.local import LocalStorage
 from gcore_ckpt.tiers import transfer
 
@@ -122,7 +123,7 @@ def die_in_save(
         "writing": lambda: patch.object(
             LocalStorage, "write_file", deadly(LocalStorage.write_file)
         ),
-        "copying": lambda: patch.object(transfer, "Buffer", deadly(transfer.Buffer)),
+        "copying": lambda: patch.object(transfer, "allocate", deadly(allocate)),
         "committing": lambda: patch.object(LocalStorage, "commit", deadly(LocalStorage.commit)),
         "committed": lambda: patch.object(
             LocalStorage, "commit", deadly(LocalStorage.commit, after=True)

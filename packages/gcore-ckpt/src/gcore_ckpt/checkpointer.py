@@ -27,12 +27,14 @@ from gcore_ckpt.ranks.group import (
     open_group,
     root_decides,
 )
-from gcore_ckpt.retention import BestMode, Retention, finite_metric
-from gcore_ckpt.stateful import complete_template, load_state_dicts, template_of, with_state_dicts
+from gcore_ckpt.retention import BestMode, finite_metric
+from gcore_ckpt.stateful import load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import CheckpointCall, CheckpointCalls, Outcome
+from gcore_ckpt.tiers.open_tiers import OpenTiers
+from gcore_ckpt.tiers.tier import Tier
 
 if TYPE_CHECKING:
     import torch
@@ -94,12 +96,12 @@ class Checkpointer:
             raise ValueError(
                 f"process_group is {process_group!r}; expected 'world', None or a process group"
             )
-        self._storage: Storage = open_storage(path)
+        tier = Tier(
+            path, keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
+        )
+        self._tiers = OpenTiers([tier], [open_storage(path)])
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
-            "retention": Retention(
-                keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
-            ),
             "max_in_flight": max_in_flight,
             "staging": staging,
             "incremental": incremental,
@@ -179,7 +181,7 @@ class Checkpointer:
                 if pending is not handle and not pending.done()
             ]
             if step in pending_steps:
-                raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
+                raise CheckpointWriteError(f"step {step} is being saved to {self._tiers} already")
 
         def save(call: CheckpointCall) -> None:
             pipeline = self._open_pipeline(call)
@@ -297,21 +299,26 @@ class Checkpointer:
         own_template = template_of(template)
 
         def load(call: CheckpointCall) -> State:
-            from gcore_ckpt.loading.loader import LoadOptions, load_step
+            from gcore_ckpt.loading.loader import load_step
             from gcore_ckpt.loading.matching import find_held_elsewhere
 
             start_s = time.perf_counter()
             group = self._open_group(call)
-            load_options = LoadOptions(
-                **options, held_elsewhere=find_held_elsewhere(group, template)
-            )
+            held_elsewhere = find_held_elsewhere(group, template)
 
             def fill(storage: Storage, step_number: int | None) -> State:
                 report.step = step_number
                 with call.working(), open_step(storage, step_number) as reader:
                     report.open_s = time.perf_counter() - start_s
-                    full_template = complete_template(own_template, reader.index.tree)
-                    return load_step(reader, group, full_template, load_options, report, call.check)
+                    return load_step(
+                        reader,
+                        group,
+                        own_template,
+                        **options,
+                        held_elsewhere=held_elsewhere,
+                        report=report,
+                        check=call.check,
+                    )
 
             state = self._read(call, step, fill)
             if report.step is not None and step != "latest" and self._pipeline is not None:
@@ -379,7 +386,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
-        return self._storage.steps()
+        return self._tiers.steps()
 
     def wait(self) -> None:
         """Wait until all saves have ended, and the steps that are not to be kept are deleted.
@@ -443,7 +450,7 @@ class Checkpointer:
                 "this Checkpointer was used before a fork: make a new one in the child process"
             )
         if self._closed and method not in ("load", "close"):
-            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+            raise CheckpointError(f"the Checkpointer of {self._tiers} is closed")
         if self._inside is not None:
             raise CheckpointError(
                 f"{method} was called while {self._inside} is running on the same Checkpointer; expected one call at a "
@@ -460,8 +467,9 @@ class Checkpointer:
     ) -> State:
         """Find a step on all ranks and return what `fill` returns; if it fails on one rank, raise on all."""
         group = self._open_group(call)
-        step_number = root_decides(group, lambda: find_step(self._storage, step))
-        return all_succeed(group, lambda: fill(self._storage, step_number))
+        storage = self._tiers.open_tiers[0].storage
+        step_number = root_decides(group, lambda: find_step(storage, step))
+        return all_succeed(group, lambda: fill(storage, step_number))
 
     def _open_group(self, call: CheckpointCall) -> RankGroup:
         if self._group is None:
@@ -473,7 +481,7 @@ class Checkpointer:
         group = open_group(self._process_group, self._timeout_s)
         if call.dropped:
             group.close()
-            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+            raise CheckpointError(f"the Checkpointer of {self._tiers} is closed")
         return group
 
     def _open_pipeline(self, call: CheckpointCall) -> "SavePipeline":
@@ -482,7 +490,9 @@ class Checkpointer:
             from gcore_ckpt.saving.pipeline import SavePipeline
 
             # Two threads must not share the messages of a group.
-            self._pipeline = SavePipeline(
-                self._storage, group, self._connect(call), **self._options
-            )
+            writing = self._connect(call)
+            copying = RankGroup()
+            if len(self._tiers.open_tiers) > 1:
+                copying = self._connect(call)
+            self._pipeline = SavePipeline(self._tiers, group, writing, copying, **self._options)
         return self._pipeline

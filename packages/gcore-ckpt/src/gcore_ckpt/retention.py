@@ -40,7 +40,7 @@ class Retention:
         if self.best_mode not in ("max", "min"):
             raise ValueError(f"best_mode is {self.best_mode!r}; expected 'max' or 'min'")
 
-    def superfluous(
+    def find_superfluous(
         self, steps: list[int], committed: int | None, metric_of: Callable[[int], float | None]
     ) -> list[int]:
         """Return those of `steps` (ascending) that may go, never the one just committed.
@@ -50,23 +50,29 @@ class Retention:
         if self.keep is None:
             return []
         candidates = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = candidates[: max(0, len(candidates) - kept)]
+        num_latest = self.keep
+        if committed is not None:
+            num_latest -= 1
         best = self._best(steps, metric_of)
-        if self.keep_every is not None:
-            lowest = [step for step in lowest if step % self.keep_every != 0]
-        return [step for step in lowest if step not in best]
+        superfluous: list[int] = []
+        for step in candidates[: max(0, len(candidates) - num_latest)]:
+            is_multiple = self.keep_every is not None and step % self.keep_every == 0
+            if not is_multiple and step not in best:
+                superfluous.append(step)
+        return superfluous
 
     def _best(self, steps: Sequence[int], metric_of: Callable[[int], float | None]) -> list[int]:
         """Return the steps with the best metrics; of equal ones the later."""
         if self.keep_best is None:
             return []
-        sign = 1 if self.best_mode == "max" else -1
         ranked: list[tuple[float, int]] = []
         for step in steps:
             metric = metric_of(step)
-            if metric is not None:
-                ranked.append((sign * metric, step))
+            if metric is None:
+                continue
+            if self.best_mode == "min":
+                metric = -metric
+            ranked.append((metric, step))
         ranked.sort(reverse=True)
         return [step for _, step in ranked[: self.keep_best]]
 

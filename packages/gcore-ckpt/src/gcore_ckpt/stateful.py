@@ -4,7 +4,7 @@ A save replaces each by its `state_dict()`. A load gives its `load_state_dict` a
 that its `state_dict()` holds are filled where they are.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -20,7 +20,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class _Own:
+class ObjectState:
     """The state that an object of a template has before the load."""
 
     state: State
@@ -32,31 +32,18 @@ def with_state_dicts(state: State) -> State:
 
 
 def template_of(template: State) -> State:
-    """Return `template` with the present state of each object in its place, for `complete_template`."""
-    return _replace_objects(template, lambda leaf: _Own(leaf.state_dict()))
-
-
-def complete_template(template: State, node: Node | None) -> State:
-    """Return `template` (from `template_of`) with a template of all that `node` holds for each object."""
-    if isinstance(template, _Own):
-        return _filling(template.state, node)
-    if not isinstance(template, dict | list | tuple):
-        return template
-    nodes = tree.fields_of(node) or dict(enumerate(tree.items_of(node) or ()))
-    return _map_children(
-        cast("State", template), lambda key, value: complete_template(value, nodes.get(key))
-    )
+    """Return `template` with the present state of each object in its place."""
+    return _replace_objects(template, lambda leaf: ObjectState(leaf.state_dict()))
 
 
 def load_state_dicts(template: State, state: State) -> State:
     """Pass each object of `template` its part of the loaded `state`; return the state with the objects in it."""
     if _is_stateful(template):
-        template.load_state_dict(state)
+        if not isinstance(state, ObjectState):  # else nothing was saved for it
+            template.load_state_dict(state)
         return template
-    if (
-        not isinstance(template, dict | list | tuple) or not template
-    ):  # an empty dict: all that was saved in its place
-        return state
+    if not isinstance(template, dict | list | tuple) or not template:
+        return state  # for an empty dict, all that was saved in its place
     return _map_children(
         cast("State", template), lambda key, value: load_state_dicts(value, state[key])
     )
@@ -71,26 +58,13 @@ def _has_state(leaf_type: type) -> bool:
     return hasattr(leaf_type, "load_state_dict") and hasattr(leaf_type, "state_dict")
 
 
-def _are_plain(values: Iterable[State]) -> bool:
-    """Return whether none of these is a container or has a state, by their types, which are few."""
-    return not any(
-        issubclass(leaf_type, dict | list | tuple) or _has_state(leaf_type)
-        for leaf_type in {*map(type, values)}
-    )
-
-
 def _replace_objects(
     state: State, replacement: Callable[[Stateful], State], depth: int = 0
 ) -> State:
     if _is_stateful(state):
         return replacement(state)
-    if depth > MAX_DEPTH:  # refused by `tree.encode`, with the path
-        return state
-    if not isinstance(state, dict | list | tuple):
-        return state
-    children = cast("Iterable[State]", state.values() if isinstance(state, dict) else state)
-    if _are_plain(children):
-        return cast("State", state)
+    if not isinstance(state, dict | list | tuple) or depth > MAX_DEPTH:
+        return state  # what is nested too deeply is refused by `tree.encode`, with the path
     return _map_children(
         cast("State", state), lambda _, value: _replace_objects(value, replacement, depth + 1)
     )
@@ -99,35 +73,44 @@ def _replace_objects(
 def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
     """Return a dict or a sequence of what `act` returns for each key, or number, and its value."""
     if isinstance(state, dict):
-        return {
-            key: act(key, value) for key, value in cast("dict[str | int, State]", state).items()
-        }
-    return _like(
-        state, [act(number, value) for number, value in enumerate(cast("Sequence[State]", state))]
-    )
+        fields: dict[str | int, State] = {}
+        for key, value in cast("dict[str | int, State]", state).items():
+            fields[key] = act(key, value)
+        return fields
+    items: list[State] = []
+    for number, value in enumerate(cast("Sequence[State]", state)):
+        items.append(act(number, value))
+    return like_sequence(state, items)
 
 
-def _like(sequence: State, items: list[State]) -> State:
+def like_sequence(sequence: State, items: list[State]) -> State:
     """Return a list, a tuple or a named tuple of these items, whichever `sequence` is."""
     if hasattr(sequence, "_fields"):
         return type(sequence)(*items)
-    return items if isinstance(sequence, list) else tuple(items)
+    if isinstance(sequence, list):
+        return items
+    return tuple(items)
 
 
-def _filling(current: State, node: Node | None) -> State:
+def fill_template(current: State, node: Node | None) -> State:
     """Return a template of all that is saved at `node`, with the tensors of `current` that have their place there."""
     fields = tree.fields_of(node)
     items = tree.items_of(node)
     if fields is not None:
-        present = cast("dict[str | int, State]", current) if isinstance(current, dict) else {}
-        return {key: _filling(present.get(key), child) for key, child in fields.items()}
+        present: dict[str | int, State] = {}
+        if isinstance(current, dict):
+            present = current
+        filled_fields: dict[str | int, State] = {}
+        for key, child in fields.items():
+            filled_fields[key] = fill_template(present.get(key), child)
+        return filled_fields
     if items is not None:
-        values = cast("Sequence[State]", current) if isinstance(current, list | tuple) else ()
-        filled = [
-            _filling(values[i] if len(values) == len(items) else None, child)
-            for i, child in enumerate(items)
-        ]
-        return filled if isinstance(node, list) else tuple(filled)
+        values: Sequence[State] = [None] * len(items)
+        if isinstance(current, list | tuple) and len(current) == len(items):
+            values = current
+        return like_sequence(node, [*map(fill_template, values, items)])
     if tree.name_of(node) is not None:
         return None if isinstance(current, dict | list | tuple) else current
-    return replace(current, value=None) if isinstance(current, PerRank) else None
+    if isinstance(current, PerRank):
+        return replace(current, value=None)
+    return None

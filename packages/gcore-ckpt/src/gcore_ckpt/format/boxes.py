@@ -6,12 +6,9 @@ first byte is copied: memory is staged as it will lie in the file, and a file is
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self
 
 import xxhash
 
@@ -168,7 +165,8 @@ class Box(NamedTuple):
             yield from self._rows(dim, first, min(first + rows, self.shape[dim])).split(max_size)
 
     def __str__(self) -> str:
-        return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.start, self.stop, strict=True))}]"
+        ranges = map("{}:{}".format, self.start, self.stop)
+        return f"[{', '.join(ranges)}]"
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
@@ -233,21 +231,17 @@ def block_count(size_bytes: int, block_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A data file before it has data: the places of its header and its boxes, in columns.
+    """A data file before it has data: its header, and the places of its boxes, in columns.
 
     Box `boxes[i]` is a part of box `numbers[i]` of the rank, in the bytes from `offsets[i]` to `offsets[i + 1]` of the
     file. `runs` are the boxes again, in order: in one range those that are small, adjacent and of one element type.
     """
 
+    header: bytes
     numbers: Sequence[int]
     boxes: Sequence[HeldBox]
     offsets: Sequence[int]
     runs: Sequence[range]
-
-    @cached_property
-    def header(self) -> bytes:
-        """The bytes before the data. They are made when the file is written, so that no caller of a save waits."""
-        return safetensors_header(self.boxes, self.offsets[0])
 
     @property
     def size_bytes(self) -> int:
@@ -261,117 +255,81 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """
-    dtypes = sorted(
-        {box.dtype for box in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype)
-    )
-    rank_of = {dtype: rank for rank, dtype in enumerate(dtypes)}
-    numbers = (
-        sorted(boxes, key=lambda number: rank_of[boxes[number].dtype])
-        if len(dtypes) > 1
-        else [*boxes]
-    )
-    parts = [boxes[number] for number in numbers]
-    sizes = _sizes(_types_of(parts))
-    full_bytes = max(_FILE_BYTES, sum(sizes) // _MAX_FILES)
+
+    def widest_first(number: int) -> tuple[int, str]:
+        dtype = boxes[number].dtype
+        return -DTYPES[dtype].size_bytes, dtype
+
+    total_bytes = sum(box.size_bytes for box in boxes.values())
+    full_bytes = max(_FILE_BYTES, total_bytes // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
-        cut_numbers: list[int] = []
-        parts = []
-        for number in numbers:
-            for part in _cut(boxes[number], max_file_bytes):
-                cut_numbers.append(number)
-                parts.append(part)
-        numbers = cut_numbers
-        sizes = _sizes(_types_of(parts))
-    firsts = [0]
+    layouts: list[FileLayout] = []
+    numbers: list[int] = []
+    parts: list[HeldBox] = []
     used_bytes = 0
-    for i, size_bytes in enumerate(sizes if sum(sizes) > full_bytes else ()):
-        if i > firsts[-1] and used_bytes + size_bytes > full_bytes:
-            firsts.append(i)
-            used_bytes = 0
-        used_bytes += size_bytes
-    spans = pairwise([*firsts, len(parts)])
-    return [lay_out_file(numbers[first:stop], parts[first:stop]) for first, stop in spans if parts]
+    for number in sorted(boxes, key=widest_first):
+        for part in _cut(boxes[number], max_file_bytes):
+            if parts and used_bytes + part.size_bytes > full_bytes:
+                layouts.append(lay_out_file(numbers, parts))
+                numbers = []
+                parts = []
+                used_bytes = 0
+            numbers.append(number)
+            parts.append(part)
+            used_bytes += part.size_bytes
+    if parts:
+        layouts.append(lay_out_file(numbers, parts))
+    return layouts
 
 
-def _cut(held_box: HeldBox, max_bytes: int) -> Iterator[HeldBox]:
-    if held_box.size_bytes <= max_bytes:
+def _cut(held_box: HeldBox, max_bytes: int | None) -> Iterator[HeldBox]:
+    if max_bytes is None or held_box.size_bytes <= max_bytes:
         yield held_box
         return
     for box in held_box.box.split(max_bytes // DTYPES[held_box.dtype].size_bytes):
         yield held_box._replace(box=box)
 
 
-_BoxType: TypeAlias = tuple[
-    str, tuple[int, ...]
-]  # element type and shape, of which many boxes have the same
-
-
-def _types_of(boxes: Iterable[HeldBox]) -> list[_BoxType]:
-    return [(dtype, box.shape) for _, dtype, _, box in boxes]
-
-
-def _sizes(types: Sequence[_BoxType]) -> list[int]:
-    """Return the sizes of boxes in bytes."""
-    size_of = {
-        (dtype, shape): math.prod(shape) * DTYPES[dtype].size_bytes for dtype, shape in {*types}
-    }
-    return [size_of[box_type] for box_type in types]
-
-
 def lay_out_file(numbers: Sequence[int], boxes: Sequence[HeldBox]) -> FileLayout:
     """Place boxes in one data file, in their order."""
-    types = _types_of(boxes)
-    sizes = _sizes(types)
+    header = safetensors_header(boxes)
+    offsets = [len(header)]
     runs: list[range] = []
     start = 0
-    dtype = boxes[0].dtype
     joint_bytes = 0
-    for i, ((box_dtype, _), size_bytes) in enumerate(zip(types, sizes, strict=True)):
+    for i, box in enumerate(boxes):
+        size_bytes = box.size_bytes
+        offsets.append(offsets[-1] + size_bytes)
         joint_bytes += size_bytes
-        if i > start and not (
-            box_dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES
-        ):
+        is_joined = (
+            box.dtype == boxes[start].dtype
+            and size_bytes < SMALL_BYTES
+            and joint_bytes <= JOINT_BYTES
+        )
+        if i > start and not is_joined:
             runs.append(range(start, i))
             start = i
-            dtype = box_dtype
             joint_bytes = size_bytes
     runs.append(range(start, len(boxes)))
-    return FileLayout(
-        numbers, boxes, [*accumulate(sizes, initial=_header_bytes(boxes, types, sum(sizes)))], runs
-    )
+    return FileLayout(header, numbers, boxes, offsets, runs)
 
 
-_HEADER = '{"__metadata__":{"format":"pt"}'
-_ENTRY = ',%s:{%s,"data_offsets":[%s,%s]}'
-
-
-def safetensors_header(boxes: Sequence[HeldBox], size_bytes: int | None = None) -> bytes:
+def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
     """Return all that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
 
-    A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`. The header
-    is as short as it can be, or has `size_bytes`.
+    A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`.
     """
-    box_types = _types_of(boxes)
-    codes = {box_type: _safetensors_type(*box_type) for box_type in {*box_types}}
-    entries = [_HEADER]
-    for name, box_type, span in zip(
-        _names(boxes), box_types, pairwise(accumulate(_sizes(box_types), initial=0)), strict=True
-    ):
-        entries.append(_ENTRY % (_quoted(name), codes[box_type], *span))
+    entries = ['{"__metadata__":{"format":"pt"}']
+    start = 0
+    for name, box in zip(_names(boxes), boxes, strict=True):
+        end = start + box.size_bytes
+        code = _safetensors_type(box.dtype, box.box.shape)
+        entries.append(f',{_quoted(name)}:{{{code},"data_offsets":[{start},{end}]}}')
+        start = end
     header = "".join(entries).encode() + b"}"
-    length = _align(8 + len(header)) if size_bytes is None else size_bytes
+    length = _align(8 + len(header))
     return (length - 8).to_bytes(8, "little") + header.ljust(length - 8)
-
-
-def _header_bytes(boxes: Sequence[HeldBox], types: Sequence[_BoxType], data_bytes: int) -> int:
-    """Return an upper bound of the length of a header, as if all offsets had as many digits as the last one."""
-    names = _names(boxes)
-    fixed = len(_ENTRY % ('""', "", data_bytes, data_bytes)) * len(names)
-    types_bytes = sum(
-        len(_safetensors_type(*box_type)) * count for box_type, count in Counter(types).items()
-    )
-    return _align(8 + len(_HEADER) + fixed + types_bytes + len(_quoted("".join(names))) - 2 + 1)
 
 
 def _align(size_bytes: int) -> int:
@@ -379,21 +337,18 @@ def _align(size_bytes: int) -> int:
 
 
 def _names(boxes: Sequence[HeldBox]) -> list[str]:
-    """Return the names of boxes in a data file."""
-    names = [name if box.shape == shape else f"{name}{box}" for name, _, shape, box in boxes]
-    return names if len({"__metadata__", *names}) > len(names) else _distinct(names)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Return names that differ from each other, and from the one that safetensors has for itself."""
+    """Return the names of boxes in a data file, which differ from each other and from safetensors' name for itself."""
+    names: list[str] = []
     used_names = {"__metadata__"}
-    distinct_names: list[str] = []
-    for name in names:
+    for box in boxes:
+        name = box.name
+        if not box.is_whole:
+            name += str(box.box)
         while name in used_names:  # a tensor may be called like another's part
             name += "#"
         used_names.add(name)
-        distinct_names.append(name)
-    return distinct_names
+        names.append(name)
+    return names
 
 
 def _safetensors_type(dtype: str, shape: tuple[int, ...]) -> str:
@@ -401,4 +356,4 @@ def _safetensors_type(dtype: str, shape: tuple[int, ...]) -> str:
     if code is None:
         code = "U8"
         shape = (*shape, size_bytes)
-    return json.dumps({"dtype": code, "shape": shape}, separators=(",", ":"))[1:-1]
+    return f'"dtype":"{code}","shape":[{",".join(map(str, shape))}]'

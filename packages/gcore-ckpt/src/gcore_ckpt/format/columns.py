@@ -1,10 +1,9 @@
 """Version 3 of an index: columns of what there is of each tensor and shard, a tree that refers to tensors by number.
 
-So a state of many small tensors has a small index, which is read in little time: no name stands there twice, and no
-object is kept for a tensor that is one shard.
+So a state of many small tensors has a small index: no name stands there twice.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, cast
 
@@ -41,10 +40,10 @@ def encode_columns(index: Index) -> dict[str, Any]:
     tree = _map_references(index.tree, number, "")
     types: dict[tuple[str, tuple[int, ...]], int] = {}
     type_of: list[int] = []
-    files: dict[str, dict[str, Any]] = {
-        name: {**asdict(file), "tensors": [], "offsets_bytes": [], "parts": [], "checksums": []}
-        for name, file in index.files.items()
-    }
+    files: dict[str, dict[str, Any]] = {}
+    for name, file in index.files.items():
+        columns = {"tensors": [], "offsets_bytes": [], "parts": [], "checksums": []}
+        files[name] = asdict(file) | columns
     for row, (dtype, shape, shards) in enumerate(index.tensors.values()):
         type_of.append(types.setdefault((dtype, shape), len(types)))
         for shard in shards:
@@ -74,13 +73,22 @@ def decode_columns(
     types = [_type(entry) for entry in validation.member(fields, "types", list)]
     type_of = validation.numbers(fields["type"], "type", len(types))
     tree, names = _resolve_names(content["tree"], fields, len(type_of))
-    tensors = Tensors(block_bytes)
-    for name, number in zip(names, type_of, strict=True):
-        tensors.add(name, *types[number])
+    rows = [_Row(name, *types[number], []) for name, number in zip(names, type_of, strict=True)]
     for file, columns in content["files"].items():
-        _add_shards(tensors, file, files[file], columns)
-    tensors.check()
+        _add_shards(rows, file, files[file], columns, block_bytes)
+    tensors: dict[str, StoredTensor] = {}
+    for name, dtype, shape, shards in rows:
+        tensors[name] = checked_tensor(name, dtype, shape, shards)
     return tree, tensors
+
+
+class _Row(NamedTuple):
+    """A tensor whose shards are still being read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: list[StoredShard]
 
 
 def _type(entry: object) -> tuple[str, tuple[int, ...]]:
@@ -114,7 +122,13 @@ def _resolve_names(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[N
     return named_tree, cast("list[str]", names)
 
 
-def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[str, Any]) -> None:
+def _add_shards(
+    tensors: Sequence[_Row],
+    name: str,
+    file: DataFile,
+    columns: Mapping[str, Any],
+    block_bytes: int,
+) -> None:
     """Read and check the columns of a file."""
     rows = validation.numbers(columns["tensors"], "tensors", len(tensors))
     offsets = validation.numbers(columns["offsets_bytes"], "offsets_bytes", file.size_bytes + 1)
@@ -126,115 +140,32 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
     for entry in validation.member(columns, "parts", list):
         number, start, extent = validation.members(entry, 3, "part")
         [number] = validation.numbers([number], "part", len(rows))
-        with naming(tensors.names[rows[number]]):
-            parts[number] = checked_box(start, extent, tensors.type_of(rows[number]).full_box.shape)
+        tensor = tensors[rows[number]]
+        with naming(tensor.name):
+            parts[number] = checked_box(start, extent, tensor.shape)
     checksums = validation.member(columns, "checksums", str)
     digits = 0
     spans: list[tuple[int, int, str]] = []
     for number, (row, offset_bytes) in enumerate(zip(rows, offsets, strict=True)):
-        dtype, box, size_bytes = tensors.type_of(row)
-        if number in parts:
-            box = parts[number]
-            size_bytes = box.size * DTYPES[dtype].size_bytes
-        if offset_bytes < file.header_size_bytes or offset_bytes + size_bytes > file.size_bytes:
-            with naming(tensors.names[row]):
+        tensor = tensors[row]
+        box = parts.get(number) or Box.of_shape(tensor.shape)
+        size_bytes = box.size * DTYPES[tensor.dtype].size_bytes
+        end_bytes = offset_bytes + size_bytes
+        if offset_bytes < file.header_size_bytes or end_bytes > file.size_bytes:
+            with naming(tensor.name):
                 check_inside(name, file, offset_bytes, size_bytes)
         start = digits
-        digits += DIGITS * block_count(size_bytes, tensors.block_bytes)
-        tensors.add_shard(row, name, offset_bytes, box, checksums[start:digits])
-        spans.append((offset_bytes, size_bytes, tensors.names[row]))
+        digits += DIGITS * block_count(size_bytes, block_bytes)
+        shard = StoredShard(
+            name, offset_bytes, size_bytes, box, block_bytes, checksums[start:digits]
+        )
+        tensor.shards.append(shard)
+        spans.append((offset_bytes, size_bytes, tensor.name))
     if digits != len(checksums):
         raise ValueError(
             f"{name} has {len(checksums)} digits of checksums; expected {digits} for what it holds"
         )
     check_places(name, spans)
-
-
-class _Type(NamedTuple):
-    """An element type and a shape, and what follows from them."""
-
-    dtype: str
-    full_box: Box
-    size_bytes: int
-
-
-class Tensors(Mapping[str, StoredTensor]):
-    """The tensors of an index by name, in columns: each is made when it is asked for.
-
-    Python's garbage collector would look through objects that are kept, again and again.
-    """
-
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.names: list[str] = []
-        self._rows: dict[str, int] = {}
-        self._types: dict[tuple[str, tuple[int, ...]], _Type] = {}
-        self._type_of: list[_Type] = []
-        # The shard of a tensor that is one; of the others, all of theirs.
-        self._files: list[str | None] = []
-        self._offsets: list[int] = []
-        self._checksums: list[str] = []
-        self._shards: dict[int, list[StoredShard]] = {}
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Add a tensor without shards; return its number."""
-        tensor_type = self._types.get((dtype, shape))
-        if tensor_type is None:
-            full_box = Box.of_shape(shape)
-            tensor_type = self._types[dtype, shape] = _Type(
-                dtype, full_box, full_box.size * DTYPES[dtype].size_bytes
-            )
-        row = self._rows[name] = len(self.names)
-        self.names.append(name)
-        self._type_of.append(tensor_type)
-        self._files.append(None)
-        self._offsets.append(0)
-        self._checksums.append("")
-        return row
-
-    def type_of(self, row: int) -> _Type:
-        """Return the type of a tensor."""
-        return self._type_of[row]
-
-    def add_shard(self, row: int, file: str, offset_bytes: int, box: Box, checksums: str) -> None:
-        """Add a box of a tensor, which lies in it."""
-        dtype, full_box, _ = self._type_of[row]
-        if self._files[row] is None and row not in self._shards and box.shape == full_box.shape:
-            self._files[row] = file
-            self._offsets[row] = offset_bytes
-            self._checksums[row] = checksums
-            return
-        shards = self._shards.setdefault(row, [*self[self.names[row]].shards])
-        self._files[row] = None
-        size_bytes = box.size * DTYPES[dtype].size_bytes
-        shards.append(StoredShard(file, offset_bytes, size_bytes, box, self.block_bytes, checksums))
-
-    def check(self) -> None:
-        """Check that the shards of each tensor hold each of its elements once."""
-        for row, name in enumerate(self.names):
-            if self._files[row] is None:
-                dtype, full_box, _ = self._type_of[row]
-                checked_tensor(name, dtype, full_box.shape, self._shards.get(row, ()))
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        row = self._rows[name]
-        dtype, full_box, size_bytes = self._type_of[row]
-        file = self._files[row]
-        if file is None:
-            return StoredTensor(dtype, full_box.shape, tuple(self._shards.get(row, ())))
-        shard = StoredShard(
-            file, self._offsets[row], size_bytes, full_box, self.block_bytes, self._checksums[row]
-        )
-        return StoredTensor(dtype, full_box.shape, (shard,))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def _map_references(
@@ -257,23 +188,19 @@ def _map_references(
         case "tensor" | "array", str() | int():
             return {tag: change(value, path)}
         case "dict" | "per_rank", dict():
-            prefix = "" if tag == "dict" else "rank "
-            fields = cast("dict[str, Node]", value)
-            return {
-                tag: {
-                    k: _map_references(child, change, _join(path, prefix + k))
-                    for k, child in fields.items()
-                }
-            }
-        case "items", list() if all(
-            isinstance(item, list | tuple) and len(item) == 2 for item in value
-        ):
-            pairs = cast("list[tuple[Node, Node]]", value)
-            return {
-                tag: [
-                    [key, _map_references(child, change, _join(path, key))] for key, child in pairs
-                ]
-            }
+            prefix = "rank " if tag == "per_rank" else ""
+            fields: dict[str, Node] = {}
+            for key, child in cast("dict[str, Node]", value).items():
+                fields[key] = _map_references(child, change, _join(path, prefix + key))
+            return {tag: fields}
+        case "items", list():
+            pairs: list[Node] = []
+            for item in cast("list[Node]", value):
+                if not isinstance(item, list | tuple) or len(item) != 2:
+                    return node
+                key, child = cast("Sequence[Node]", item)
+                pairs.append([key, _map_references(child, change, _join(path, key))])
+            return {tag: pairs}
         case "tuple", list():
             return {tag: _map_references(value, change, path)}
         case _:
@@ -283,4 +210,6 @@ def _map_references(
 def _join(path: str | None, key: object) -> str | None:
     if path is None or len(path) > _MAX_PATH:
         return None
-    return f"{path}.{key}" if path else str(key)
+    if not path:
+        return str(key)
+    return f"{path}.{key}"

@@ -1,8 +1,7 @@
 """The tree of a group, from the trees of its ranks."""
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from gcore_ckpt.format.tree import (
     Node,
@@ -34,47 +33,40 @@ def merge(nodes: Sequence[Node], replaced: list[Replaced]) -> Node:
 
     Where something is a view on one rank and a tensor on another, it is the tensor; the view is added to `replaced`.
     """
-    return (
-        nodes[0]
-        if all(node == nodes[0] for node in nodes)
-        else _merge(list(enumerate(nodes)), (), replaced)
-    )
+    if all(node == nodes[0] for node in nodes):
+        return nodes[0]
+    return _merge(list(enumerate(nodes)), (), replaced)
 
 
 def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replaced]) -> Node:
     rank, first = nodes[0]
-    fields = [fields_of(node) for _, node in nodes]
-    if all(rank_fields is not None for rank_fields in fields):
-        dicts = cast("list[dict[str | int, Node]]", fields)
-        merged: dict[str | int, Node] = {}
-        for key in dict.fromkeys(chain.from_iterable(dicts)):
-            children = [
-                (r, entries[key])
-                for (r, _), entries in zip(nodes, dicts, strict=True)
-                if key in entries
-            ]
-            merged[key] = _merge(children, (*path, key), replaced)
-        return (
-            {"dict": merged}
-            if all(isinstance(key, str) for key in merged)
-            else {"items": list(merged.items())}
-        )
-    lists = [items_of(node) for _, node in nodes]
-    if all(
-        items is not None and lists[0] is not None and len(items) == len(lists[0])
-        for items in lists
-    ):
-        ranks = [r for r, _ in nodes]
+    dicts: list[tuple[int, dict[str | int, Node]]] = []
+    lists: list[tuple[int, list[Node]]] = []
+    values: dict[str, Node] = {}
+    num_per_rank = 0
+    for r, node in nodes:
+        fields = fields_of(node)
+        items = items_of(node)
+        rank_values = ranks_of(node)
+        if fields is not None:
+            dicts.append((r, fields))
+        elif items is not None:
+            lists.append((r, items))
+        elif rank_values is not None:
+            values.update(rank_values)
+            num_per_rank += 1
+    if len(dicts) == len(nodes):
+        return _merge_dicts(dicts, path, replaced)
+    if len(lists) == len(nodes) and len({len(items) for _, items in lists}) == 1:
         merged_items: list[Node] = []
-        for i, column in enumerate(zip(*cast("list[list[Node]]", lists), strict=True)):
-            merged_items.append(_merge(list(zip(ranks, column, strict=True)), (*path, i), replaced))
-        return merged_items if isinstance(first, list) else {"tuple": merged_items}
-    values = [ranks_of(node) for _, node in nodes]
-    if all(rank_values is not None for rank_values in values):
-        per_rank: dict[str, Node] = {}
-        for rank_values in values:
-            per_rank.update(rank_values or {})
-        return {"per_rank": per_rank}
+        for i in range(len(lists[0][1])):
+            column = [(r, items[i]) for r, items in lists]
+            merged_items.append(_merge(column, (*path, i), replaced))
+        if isinstance(first, list):
+            return merged_items
+        return {"tuple": merged_items}
+    if num_per_rank == len(nodes):
+        return {"per_rank": values}
     views: list[tuple[int, str, View]] = []
     tensors: list[tuple[int, Node]] = []
     for r, node in nodes:
@@ -95,3 +87,18 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replac
                 "wrap what each rank has of its own in PerRank"
             )
     return first
+
+
+def _merge_dicts(
+    dicts: list[tuple[int, dict[str | int, Node]]], path: StatePath, replaced: list[Replaced]
+) -> Node:
+    children: dict[str | int, list[tuple[int, Node]]] = {}
+    for rank, fields in dicts:
+        for key, node in fields.items():
+            children.setdefault(key, []).append((rank, node))
+    merged: dict[str | int, Node] = {}
+    for key, nodes in children.items():
+        merged[key] = _merge(nodes, (*path, key), replaced)
+    if all(isinstance(key, str) for key in merged):
+        return {"dict": merged}
+    return {"items": list(merged.items())}

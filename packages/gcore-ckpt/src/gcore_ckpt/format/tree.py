@@ -45,11 +45,10 @@ class View(NamedTuple):
         """One past its last element; 0 if it has none."""
         if not all(self.shape):
             return 0
-        return (
-            self.offset
-            + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-            + 1
-        )
+        last = self.offset
+        for extent, step in zip(self.shape, self.stride, strict=True):
+            last += (extent - 1) * step
+        return last + 1
 
 
 ArrayOf: TypeAlias = Callable[[ArrayKind, str, View | None], object]
@@ -127,29 +126,32 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
         case int():
             return Leaf(node=_encode_int(state))
         case float():
-            bits = {"float_bits": f"0x{struct.pack('>d', state).hex()}"}
-            return Leaf(node=float(state) if math.isfinite(state) else bits)
+            if math.isfinite(state):
+                return Leaf(node=float(state))
+            return Leaf(node={"float_bits": f"0x{struct.pack('>d', state).hex()}"})
         case bytes():
             return Leaf(node={"bytes": base64.b64encode(state).decode()})
         case set() | frozenset():
-            items = [
+            members = [
                 encode(item, lambda *_: None, rank, (*path, "item")).node
                 for item in cast("set[State]", state)
             ]
             # Ranks that have the same set iterate over it in different orders.
-            return Leaf(
-                node={
-                    "set" if isinstance(state, set) else "frozenset": sorted(items, key=json.dumps)
-                }
-            )
+            members.sort(key=json.dumps)
+            if isinstance(state, set):
+                return Leaf(node={"set": members})
+            return Leaf(node={"frozenset": members})
         case dict():
             return Leaf(
                 node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path)
             )
         case list() | tuple():
-            children = enumerate(cast("Sequence[State]", state))
-            items = [encode(child, encode_leaf, rank, (*path, i)).node for i, child in children]
-            return Leaf(node=items if isinstance(state, list) else {"tuple": items})
+            items: list[Node] = []
+            for i, child in enumerate(cast("Sequence[State]", state)):
+                items.append(encode(child, encode_leaf, rank, (*path, i)).node)
+            if isinstance(state, list):
+                return Leaf(node=items)
+            return Leaf(node={"tuple": items})
         case PerRank():
             encoded = encode(state.value, encode_leaf, rank, (*path, f"rank {rank}"))
             return Leaf(node={"per_rank": {str(rank): encoded.node}})
@@ -179,7 +181,10 @@ def _encode_dict(
     for key, value in state.items():
         plain = _checked_key(key, path)
         leaf = encode(value, encode_leaf, rank, (*path, plain))
-        stored, is_named = (plain, False) if leaf.key is None else (leaf.key, True)
+        is_named = leaf.key is not None
+        stored = plain
+        if leaf.key is not None:
+            stored = leaf.key
         # Shards of one tensor may be entries of one dict (Megatron's layers): they are one entry in all processes.
         if stored in fields and not (
             is_named and owners[stored][1] and fields[stored] == leaf.node
@@ -192,12 +197,12 @@ def _encode_dict(
         owners[stored] = (plain, is_named)
     if all(isinstance(key, str) for key in fields):
         return {"dict": fields}
-    return {
-        "items": [
-            [_encode_int(key) if isinstance(key, int) else key, node]
-            for key, node in fields.items()
-        ]
-    }
+    items: list[Node] = []
+    for key, node in fields.items():
+        if isinstance(key, int):
+            key = _encode_int(key)
+        items.append([key, node])
+    return {"items": items}
 
 
 def decode(
@@ -224,25 +229,33 @@ def decode(
         case "bytes", str(text):
             return base64.b64decode(text, validate=True)
         case ("set" | "frozenset") as kind, list(items):
-            members = [
-                decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)
-            ]
-            return _set_of(members) if kind == "set" else frozenset(_set_of(members))
+            members = _set_of(_decode_items(items, array, per_rank, depth))
+            if kind == "set":
+                return members
+            return frozenset(members)
         case "numpy_scalar", [str(dtype), str(digits)]:
             return _numpy_scalar(dtype, digits)
         case "tuple", list(items):
-            return tuple(
-                decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)
-            )
+            return tuple(_decode_items(items, array, per_rank, depth))
         case None, list(items):
-            return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
+            return _decode_items(items, array, per_rank, depth)
         case None, None | bool() | str() | int() | float():
             return node
         case _:
             fields = fields_of(node)
             if fields is None:
                 raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
-            return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
+            values = _decode_items([*fields.values()], array, per_rank, depth)
+            return dict(zip(fields, values, strict=True))
+
+
+def _decode_items(
+    items: Sequence[Node],
+    array: ArrayOf,
+    per_rank: Callable[[Mapping[str, Node]], Node],
+    depth: int,
+) -> list[State]:
+    return [decode(item, array, per_rank, depth + 1) for item in items]
 
 
 def split_tag(node: Node) -> tuple[str | None, Any]:
@@ -250,7 +263,9 @@ def split_tag(node: Node) -> tuple[str | None, Any]:
     if not isinstance(node, dict):
         return None, node
     members = cast("dict[str, Any]", node)
-    return next(iter(members.items())) if len(members) == 1 else (None, node)
+    if len(members) != 1:
+        return None, node
+    return next(iter(members.items()))
 
 
 def fields_of(node: Node) -> dict[str | int, Node] | None:
@@ -266,8 +281,11 @@ def fields_of(node: Node) -> dict[str | int, Node] | None:
 
 def name_of(node: Node) -> str | None:
     """Return the name of the tensor or array that a node refers to; None for any other node."""
-    tag, value = split_tag(node)
-    return value if tag in ("tensor", "array") and isinstance(value, str) else None
+    match split_tag(node):
+        case (("tensor" | "array"), str(name)):
+            return name
+        case _:
+            return None
 
 
 def view_of(node: Node) -> tuple[str, View] | None:
@@ -281,8 +299,11 @@ def view_of(node: Node) -> tuple[str, View] | None:
             f"a view has {len(parts)} parts; expected a name, a shape, strides and an offset"
         )
     name, shape, stride, offset = parts
-    sizes = validation.shape(shape, "shape of a view"), validation.sizes(stride, "stride of a view")
-    view = View(*sizes, validation.size(offset, "offset of a view"))
+    view = View(
+        validation.shape(shape, "shape of a view"),
+        validation.sizes(stride, "stride of a view"),
+        validation.size(offset, "offset of a view"),
+    )
     if len(view.shape) != len(view.stride):
         raise ValueError(f"a view has shape {view.shape} and stride {view.stride}")
     return validation.expect(str, name, "tensor of a view"), view
@@ -295,14 +316,20 @@ def tensor_of(node: Node) -> tuple[str | None, View | None]:
 
 def items_of(node: Node) -> list[Node] | None:
     """Return the items of an encoded list or tuple; None for any other node."""
-    tag, value = split_tag(node)
-    return cast("list[Node]", value) if tag in (None, "tuple") and isinstance(value, list) else None
+    match split_tag(node):
+        case ((None | "tuple"), list(items)):
+            return cast("list[Node]", items)
+        case _:
+            return None
 
 
 def ranks_of(node: Node) -> dict[str, Node] | None:
     """Return the nodes of an encoded `PerRank` by rank; None for any other node."""
-    tag, value = split_tag(node)
-    return cast("dict[str, Node]", value) if tag == "per_rank" and isinstance(value, dict) else None
+    match split_tag(node):
+        case "per_rank", dict(nodes):
+            return cast("dict[str, Node]", nodes)
+        case _:
+            return None
 
 
 def references(node: Node) -> Iterator[str]:
@@ -321,7 +348,9 @@ def _checked_key(key: object, path: StatePath) -> str | int:
         return key
     if type(key) is int:
         return key
-    hint = ", or its value" if isinstance(key, Enum) else ""
+    hint = ""
+    if isinstance(key, Enum):
+        hint = ", or its value"
     raise TypeError(
         f"{describe(path)} has the key {key!r} of type {type(key).__name__}; dict keys must be str or int themselves, "
         f"no other or derived type; expected str(key) or int(key){hint}"
@@ -346,7 +375,9 @@ def _item(item: Node) -> tuple[str | int, Node]:
 
 
 def _encode_int(value: int) -> Node:
-    return int(value) if abs(value) <= _MAX_PLAIN_INT else {"int": hex(value)}
+    if abs(value) > _MAX_PLAIN_INT:
+        return {"int": hex(value)}
+    return int(value)
 
 
 def encode_numpy_scalar(value: Any) -> Node:

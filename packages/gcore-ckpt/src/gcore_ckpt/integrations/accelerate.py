@@ -119,11 +119,16 @@ def _list_prepared(accelerator: Accelerator, name: str) -> list[Any]:
 
 def _loader_state(loader: Any) -> dict[str, State]:
     state: dict[str, State] = {"iteration": getattr(loader, "iteration", 0)}
-    return state | {"state": PerRank(loader.state_dict())} if _is_stateful(loader) else state
+    if _is_stateful(loader):
+        state["state"] = PerRank(loader.state_dict())
+    return state
 
 
 def _loader_template(loader: Any) -> dict[str, State]:
-    return {"iteration": None} | ({"state": PerRank(None)} if _is_stateful(loader) else {})
+    template: dict[str, State] = {"iteration": None}
+    if _is_stateful(loader):
+        template["state"] = PerRank(None)
+    return template
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -126,9 +126,12 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._found = find_step(self._storage, self._step)
         with open_step(self._storage, self._found) as reader:
-            leaves = dict(_leaves(reader.index.tree))
-            described = {_name(path): _describe(reader, node) for path, node in leaves.items()}
-        return Metadata(described, planner_data={_name(path): path for path in leaves})
+            described: dict[str, Any] = {}
+            paths: dict[str, StatePath] = {}
+            for path, node in _leaves(reader.index.tree):
+                described[_name(path)] = _describe(reader, node)
+                paths[_name(path)] = path
+        return Metadata(described, planner_data=paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -153,25 +156,29 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with open_step(self._storage, self._found) as reader:
             nodes = {_name(path): node for path, node in _leaves(reader.index.tree)}
-            values = {
-                item: nodes[item.storage_index.fqn] for item in plan.items if _is_value(nodes, item)
-            }
-            for item, value in zip(
-                values, self._load_nodes(reader, [*values.values()], None), strict=True
-            ):
+            values: list[ReadItem] = []
+            value_nodes: list[Node] = []
+            targets: list[tuple[ReadItem, torch.Tensor]] = []
+            target_nodes: list[Node] = []
+            parts: list[Shard] = []
+            for item in plan.items:
+                node = nodes[item.storage_index.fqn]
+                if _is_tensor(node):
+                    target = planner.resolve_tensor(item)
+                    targets.append((item, target))
+                    target_nodes.append(node)
+                    parts.append(_part(node, reader, item, target))
+                else:
+                    values.append(item)
+                    value_nodes.append(node)
+            loaded = self._load_nodes(reader, value_nodes, None)
+            for item, value in zip(values, loaded, strict=True):
                 stream = io.BytesIO()
                 torch.save(value, stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
-            targets = {
-                item: planner.resolve_tensor(item) for item in plan.items if item not in values
-            }
-            parts = [
-                _part(nodes[i.storage_index.fqn], reader, i, target)
-                for i, target in targets.items()
-            ]
-            self._load_nodes(reader, [nodes[item.storage_index.fqn] for item in targets], parts)
-            for item, target in targets.items():
+            self._load_nodes(reader, target_nodes, parts)
+            for item, target in targets:
                 planner.commit_tensor(item, target)
         return _done(None)
 
@@ -228,19 +235,14 @@ def _items_to_flatten(node: Node) -> list[Node] | None:
     if not isinstance(node, list):
         return None
     items = cast("list[Node]", node)
-    parts = (
-        _is_tensor(item) or tree.fields_of(item) is not None or _items_to_flatten(item) is not None
-        for item in items
-    )
-    return items if any(parts) else None
+    for item in items:
+        if _is_tensor(item) or tree.fields_of(item) is not None or _items_to_flatten(item):
+            return items
+    return None
 
 
 def _is_tensor(node: Node) -> bool:
     return tree.view_of(node) is not None or (tree.name_of(node) is not None and "tensor" in node)
-
-
-def _is_value(nodes: dict[str, Node], item: ReadItem) -> bool:
-    return not _is_tensor(nodes[item.storage_index.fqn])
 
 
 def _name(path: StatePath) -> str:
@@ -251,9 +253,9 @@ def _describe(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesSt
     if not _is_tensor(node):
         return BytesStorageMetadata()
     stored, shape = _find_stored(reader, node)
-    boxes = (
-        [shard.box for shard in stored.shards] if shape == stored.shape else [Box.of_shape(shape)]
-    )
+    boxes = [Box.of_shape(shape)]
+    if shape == stored.shape:
+        boxes = [shard.box for shard in stored.shards]
     chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
     return TensorStorageMetadata(
         TensorProperties(TORCH_DTYPES[stored.dtype]), torch.Size(shape), chunks
@@ -264,7 +266,9 @@ def _find_stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[in
     """Return the stored tensor that a node refers to, and the shape of the node, which may be a view."""
     name, view = tree.tensor_of(node)
     stored = reader.index.tensors[cast("str", name)]
-    return stored, stored.shape if view is None else view.shape
+    if view is not None:
+        return stored, view.shape
+    return stored, stored.shape
 
 
 def _part(node: Node, reader: StepReader, item: ReadItem, target: torch.Tensor) -> Shard:

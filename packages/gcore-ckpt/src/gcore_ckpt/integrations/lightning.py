@@ -9,6 +9,7 @@ import torch
 
 from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import MissingExtraError
+from gcore_ckpt.storage import open_for_writing
 from gcore_ckpt.storage.local import open_storage
 
 try:
@@ -66,12 +67,9 @@ class CheckpointerIO(CheckpointIO):
         storage = open_storage(path)
         steps = storage.steps()
         if steps:
-            storage.acquire()
-            try:
+            with open_for_writing(storage):
                 for step in steps:
                     storage.remove(step)
-            finally:
-                storage.release()
         if Path(path).is_symlink():
             Path(path).unlink()
         elif Path(path).is_dir():

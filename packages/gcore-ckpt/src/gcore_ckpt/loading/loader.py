@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +15,7 @@ from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
 from gcore_ckpt.loading.matching import Matcher, ReadRequest, prune_tree, view_in
-from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces, scratch
+from gcore_ckpt.loading.reader import StepReader, adjacent_runs, is_small, pieces, scratch
 from gcore_ckpt.ranks.group import RankGroup
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.threads import Workers
@@ -29,59 +28,52 @@ _BATCH_BYTES = 4 << 20
 _SizedRead: TypeAlias = tuple[int, Callable[[], None]]  # the bytes that a call reads, and the call
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The options of `Checkpointer.load`, and what the ranks have agreed on (`find_held_elsewhere`)."""
-
-    only: Sequence[str] | None = None
-    device: str | torch.device = "cpu"
-    mmap: bool = False
-    strict: bool = True
-    progress: Callable[[int, int], None] | None = None
-    held_elsewhere: Collection[str] = ()
-
-
 def load_step(
     reader: StepReader,
     group: RankGroup,
     template: State,
-    options: LoadOptions | None = None,
+    *,
+    only: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    mmap: bool = False,
+    strict: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+    held_elsewhere: Collection[str] = (),
     report: LoadReport | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Load from an open step, see `Checkpointer.load`; `check` is called before each read and may raise."""
-    options = options or LoadOptions()
+    """Load from an open step, see `Checkpointer.load`; `check` is called before each read and may raise.
+
+    `held_elsewhere` is what the ranks have agreed on by `find_held_elsewhere`.
+    """
     report = report or LoadReport()
     start_s = time.perf_counter()
     saved = reader.index.tree
-    device = torch.device(options.device)
-    matcher = Matcher(
-        reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere
-    )
+    matcher = Matcher(reader, group, torch.device(device), mmap=mmap, held_elsewhere=held_elsewhere)
     if template is None:
-        if options.only is not None:
-            saved = prune_tree(saved, options.only, reader.where)
+        if only is not None:
+            saved = prune_tree(saved, only, reader.where)
         state = matcher.decode_node(saved)
     else:
         state = matcher.match(template, saved, ())
-        if options.strict:
+        if strict:
             matcher.check_strict()
         report.missing = _join_paths(matcher.missing())
         report.unused = _join_paths(matcher.unused)
-    reads = _Reads(reader, matcher.requests)
+    reads = _plan_reads(reader, matcher.requests)
+    report.size_bytes = sum(size_bytes for size_bytes, _ in reads)
     matched_s = time.perf_counter()
 
     def advance(count: int) -> None:
         check()
-        if options.progress is not None and count:
-            options.progress(count, reads.size_bytes)
+        if progress is not None and count:
+            progress(count, report.size_bytes)
 
     with Workers(_THREADS) as workers:
         workers.run(_batches(reads, advance))
     with torch.no_grad():
         for target, source in matcher.copies:
             target.copy_(source)
-    report.size_bytes = reads.size_bytes
     report.match_s = matched_s - start_s
     report.read_s = time.perf_counter() - matched_s
     return state
@@ -91,49 +83,27 @@ def _join_paths(paths: Sequence[StatePath]) -> list[str]:
     return [".".join(map(str, path)) for path in paths]
 
 
-class _Reads:
-    """The reads that fill requests, of only the blocks that are needed, and their total size."""
-
-    def __init__(self, reader: StepReader, requests: Iterable[ReadRequest]) -> None:
-        self.size_bytes = 0
-        self._reader = reader
-        self._small: dict[tuple[str, torch.dtype], tuple[SmallShards, list[torch.Tensor]]] = {}
-        self._others: list[ReadRequest] = []
-        for request in requests:
-            name, box, target = request
-            stored = reader.index.tensors[name]
-            shard = stored.shards[0]
-            if (
-                len(stored.shards) == 1
-                and SmallShards.includes(shard)
-                and _is_copied(shard, stored.dtype, request)
-            ):
-                self.size_bytes += shard.size_bytes
-                shards, targets = self._small.setdefault(
-                    (shard.file, target.dtype), (SmallShards(shard.file), [])
-                )
-                shards.add(name, shard)
-                targets.append(target)
-            else:
-                self.size_bytes += box.size * stored.itemsize
-                self._others.append(request)
-
-    def __iter__(self) -> Iterator[_SizedRead]:
-        for shards, targets in self._small.values():
-            for size_bytes, run in shards.runs():
-                yield (
-                    size_bytes,
-                    partial(
-                        _read_small,
-                        self._reader,
-                        shards,
-                        run,
-                        [targets[i] for i in run],
-                        size_bytes,
-                    ),
-                )
-        for request in self._others:
-            yield from _reads(self._reader, request)
+def _plan_reads(reader: StepReader, requests: Iterable[ReadRequest]) -> list[_SizedRead]:
+    """Return the reads that fill requests, of only the blocks that are needed."""
+    reads: list[_SizedRead] = []
+    small: dict[torch.dtype, list[tuple[str, StoredShard]]] = {}
+    targets: dict[torch.dtype, list[torch.Tensor]] = {}
+    for request in requests:
+        tensor = reader.index.tensors[request.name]
+        shard = tensor.shards[0]
+        if len(tensor.shards) == 1 and is_small(shard) and _is_copied(shard, tensor.dtype, request):
+            dtype = request.target.dtype
+            small.setdefault(dtype, []).append((request.name, shard))
+            targets.setdefault(dtype, []).append(request.target)
+        else:
+            reads.extend(_reads(reader, request))
+    for dtype, shards in small.items():
+        for size_bytes, run in adjacent_runs(shards):
+            run_shards = [shards[i] for i in run]
+            run_targets = [targets[dtype][i] for i in run]
+            read = partial(_read_small, reader, run_shards, run_targets, size_bytes)
+            reads.append((size_bytes, read))
+    return reads
 
 
 def _is_copied(shard: StoredShard, dtype: str, request: ReadRequest) -> bool:
@@ -150,14 +120,13 @@ def _is_copied(shard: StoredShard, dtype: str, request: ReadRequest) -> bool:
 @torch.no_grad()
 def _read_small(
     reader: StepReader,
-    shards: SmallShards,
-    run: Sequence[int],
+    shards: Sequence[tuple[str, StoredShard]],
     targets: list[torch.Tensor],
     size_bytes: int,
 ) -> None:
     """Read small shards that are adjacent, of one type, and copy them to their tensors by one call."""
     buffer = np.empty(size_bytes, np.uint8)
-    reader.read_small(shards, run, buffer.data)
+    reader.read_adjacent(shards, buffer.data)
     flat = torch.from_numpy(buffer).view(targets[0].dtype)
     _copy_each(targets, _unflatten_dense_tensors(flat, targets))
 
@@ -170,7 +139,7 @@ def read_box(
     data = torch.empty(box.size * DTYPES[dtype].size_bytes, dtype=torch.uint8)
     if box.size:
         request = ReadRequest(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))
-        workers.run(_batches(_Reads(reader, [request]), lambda _: None))
+        workers.run(_batches(_plan_reads(reader, [request]), lambda _: None))
     return data
 
 
@@ -219,42 +188,31 @@ def _reads(reader: StepReader, request: ReadRequest) -> Iterator[_SizedRead]:
         inside = common.relative_to(shard.box)
         with torch.no_grad():
             target = request.target.detach()[common.relative_to(request.box).slices()]
-        as_stored = target.dtype == TORCH_DTYPES[tensor.dtype] and target.device.type == "cpu"
+        itemsize = tensor.itemsize
+        first, last = (element * itemsize for element in inside.flat_span(shard.box.shape))
         as_stored = (
-            as_stored and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+            target.dtype == TORCH_DTYPES[tensor.dtype]
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+            and not target.is_conj()
+            and not target.is_neg()
         )
         if as_stored and inside.is_flat_in(shard.box.shape):
             # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
             memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
-            yield from _flat_reads(reader, request.name, shard, inside, memory)
+            for start, stop in pieces(shard, first, last):
+                part = memory[start - first : stop - first]
+                yield stop - start, partial(reader.read, request.name, shard, start, part)
             continue
-        first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
         for start, stop in pieces(shard, first, last, _SCRATCH_BYTES):
-            boxes = [
-                *inside.parts_in_span(
-                    shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize
-                )
-            ]
-            if boxes:
-                parts = [(box, target[box.relative_to(inside).slices()]) for box in boxes]
-                size_bytes = sum(box.size for box in boxes) * tensor.itemsize
-                yield (
-                    size_bytes,
-                    partial(_read_strided, reader, request.name, shard, (start, stop), parts),
-                )
-
-
-def _flat_reads(
-    reader: StepReader, name: str, shard: StoredShard, part: Box, memory: memoryview
-) -> Iterator[_SizedRead]:
-    """Return reads of all bytes from the first to the last element of a part of a shard."""
-    itemsize = reader.index.tensors[name].itemsize
-    first, last = (element * itemsize for element in part.flat_span(shard.box.shape))
-    for start, stop in pieces(shard, first, last):
-        yield (
-            stop - start,
-            partial(reader.read, name, shard, start, memory[start - first : stop - first]),
-        )
+            parts: list[tuple[Box, torch.Tensor]] = []
+            size_bytes = 0
+            for box in inside.parts_in_span(shard.box.shape, start // itemsize, stop // itemsize):
+                parts.append((box, target[box.relative_to(inside).slices()]))
+                size_bytes += box.size * itemsize
+            if parts:
+                read = partial(_read_strided, reader, request.name, shard, (start, stop), parts)
+                yield size_bytes, read
 
 
 @torch.no_grad()

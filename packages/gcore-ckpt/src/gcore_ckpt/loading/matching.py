@@ -18,6 +18,7 @@ from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, V
 from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.ranks.group import RankGroup, exchange
 from gcore_ckpt.ranks.shards import (
+    PLAIN_TENSORS,
     TORCH_DTYPES,
     WRAPPER,
     NumpyArray,
@@ -30,10 +31,10 @@ from gcore_ckpt.ranks.shards import (
     parts_of_wrapper,
     shards_of_fsdp1,
 )
+from gcore_ckpt.stateful import ObjectState, fill_template, like_sequence
 from gcore_ckpt.storage.local import LocalFiles
 
 _NAMED = 5
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ReadRequest(NamedTuple):
@@ -44,24 +45,6 @@ class ReadRequest(NamedTuple):
     target: torch.Tensor
 
 
-class ReadRequests:
-    """Requests in columns, because Python's garbage collector looks through each object that is kept."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._boxes: list[Box] = []
-        self._targets: list[torch.Tensor] = []
-
-    def add(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Add a request, see `ReadRequest`."""
-        self._names.append(name)
-        self._boxes.append(box)
-        self._targets.append(target)
-
-    def __iter__(self) -> Iterator[ReadRequest]:
-        return map(ReadRequest, self._names, self._boxes, self._targets)
-
-
 def find_held_elsewhere(group: RankGroup, template: State) -> list[str]:
     """Return the paths at which one rank's template has an empty dict and another rank's has content (all ranks)."""
     if group.size == 1:
@@ -70,24 +53,21 @@ def find_held_elsewhere(group: RankGroup, template: State) -> list[str]:
     def merge(paths: list[list[str]]) -> list[list[str]]:
         return [sorted(set().union(*paths))] * len(paths)
 
+    empty_here: list[str] = []
+    filled_here: set[str] = set()
+
     def find_empty_dicts() -> list[str]:
-        return [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)]
+        for path, value in _parts(template, ()):
+            if isinstance(value, dict) and not value:
+                empty_here.append(describe(path))
+            else:
+                filled_here.add(describe(path))
+        return empty_here
 
     empty = exchange(group, find_empty_dicts, merge)
     if not empty:
         return []
-
-    def find_filled() -> list[str]:
-        paths = {
-            describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)
-        }
-        return [path for path in empty if path in paths]
-
-    return exchange(group, find_filled, merge)
-
-
-def _is_empty_dict(value: State) -> bool:
-    return isinstance(value, dict) and not value
+    return exchange(group, lambda: sorted(filled_here.intersection(empty)), merge)
 
 
 def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]]:
@@ -101,7 +81,7 @@ def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]
     elif is_dataclass(template) and not isinstance(template, type):
         fields = tree.fields_of_dataclass(template)
     for key, value in fields.items():
-        if type(value) not in _PLAIN:
+        if type(value) not in PLAIN_TENSORS:
             yield from _parts(value, (*path, key))
 
 
@@ -125,7 +105,7 @@ class Matcher:
         mmap: bool,
         held_elsewhere: Collection[str],
     ) -> None:
-        self.requests = ReadRequests()
+        self.requests: list[ReadRequest] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets and sources of copies, to be made after all requests."""
         self._reader = reader
@@ -153,7 +133,9 @@ class Matcher:
             raise self._unfilled[0]
         missing = list(map(describe, self.missing()))
         if missing:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            more = ""
+            if len(missing) > _NAMED:
+                more = f" and {len(missing) - _NAMED} more"
             raise CheckpointMismatchError(
                 f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}"
             )
@@ -177,15 +159,21 @@ class Matcher:
         if view is not None:
             return view_in(cast("torch.Tensor", self._new("tensor", name, stored, None)), view)
         if (array_kind, name) not in self._fresh:
-            tensor = self._map_file(stored) if self._mmap else None
+            tensor: torch.Tensor | None = None
+            if self._mmap:
+                tensor = self._map_file(stored)
             if tensor is None:
-                device = self._device if array_kind == "tensor" else "cpu"
+                device: torch.device | str = self._device
+                if array_kind == "array":
+                    device = "cpu"
                 tensor = _empty(stored, device)
                 if tensor.numel():
-                    self.requests.add(name, _full_box(stored), tensor)
-            self._fresh[array_kind, name] = (
-                tensor if array_kind == "tensor" else _as_array(tensor, stored)
-            )
+                    box = Box.of_shape(stored.shape)
+                    self.requests.append(ReadRequest(name, box, tensor))
+            if array_kind == "array":
+                self._fresh[array_kind, name] = _as_array(tensor, stored)
+            else:
+                self._fresh[array_kind, name] = tensor
         return self._fresh[array_kind, name]
 
     def _map_file(self, stored: StoredTensor) -> torch.Tensor | None:
@@ -201,12 +189,8 @@ class Matcher:
         data = files.map(shard.file, shard.offset_bytes, stored.size_bytes)
         if data is None:
             return None
-        return (
-            torch.from_numpy(data)
-            .view(TORCH_DTYPES[stored.dtype])
-            .view(stored.shape)
-            .to(self._device)
-        )
+        tensor = torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype])
+        return tensor.view(stored.shape).to(self._device)
 
     def match(self, template: State, node: Node | None, path: StatePath) -> State:
         """Return the counterpart of a part of the template; `node` is what was saved in its place, or None."""
@@ -214,18 +198,9 @@ class Matcher:
             case dict():
                 return self._match_dict(cast("dict[str | int, State]", template), node, path)
             case list() | tuple():
-                items = cast("Sequence[State]", template)
-                nodes = tree.items_of(node)
-                if nodes is None or len(nodes) != len(items):
-                    stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
-                    problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
-                    raise self._mismatch(path, problem)
-                matched: list[State] = []
-                for i, (item, child) in enumerate(zip(items, nodes, strict=True)):
-                    matched.append(self.match(item, child, (*path, i)))
-                if hasattr(template, "_fields"):  # a named tuple
-                    return type(template)(*matched)
-                return matched if isinstance(template, list) else tuple(matched)
+                return self._match_sequence(cast("Sequence[State]", template), node, path)
+            case ObjectState():
+                return self.match(fill_template(template.state, node), node, path)
             case Enum():
                 try:
                     return type(template)(self.decode_node(node))
@@ -233,16 +208,7 @@ class Matcher:
                     problem = f"holds no {type(template).__name__} in the checkpoint: {error}"
                     raise self._mismatch(path, problem) from None
             case PerRank():
-                nodes = tree.ranks_of(node)
-                if nodes is None:
-                    raise self._mismatch(
-                        path, "is PerRank in the template and was not saved as such"
-                    )
-                if template.otherwise is None or len(nodes) == self._group.size:
-                    return self.match(template.value, self._own(nodes), path)
-                if callable(template.otherwise):
-                    return template.otherwise(self._group.rank, self._group.size)
-                return self.match(template.value, nodes.get("0"), path)
+                return self._match_per_rank(template, node, path)
             case Shards():
                 for part in template.parts:
                     self._match_leaf(part, node, path)
@@ -254,6 +220,31 @@ class Matcher:
                     return template
                 return self._match_leaf(template, node, path)
 
+    def _match_sequence(
+        self, template: Sequence[State], node: Node | None, path: StatePath
+    ) -> State:
+        nodes = tree.items_of(node)
+        if nodes is None or len(nodes) != len(template):
+            stored = _kind(node)
+            if nodes is not None:
+                stored = f"one of {len(nodes)} items"
+            problem = f"is a sequence of {len(template)} items in the template, {stored} in the checkpoint"
+            raise self._mismatch(path, problem)
+        matched: list[State] = []
+        for i, (item, child) in enumerate(zip(template, nodes, strict=True)):
+            matched.append(self.match(item, child, (*path, i)))
+        return like_sequence(template, matched)
+
+    def _match_per_rank(self, template: PerRank, node: Node | None, path: StatePath) -> State:
+        nodes = tree.ranks_of(node)
+        if nodes is None:
+            raise self._mismatch(path, "is PerRank in the template and was not saved as such")
+        if template.otherwise is None or len(nodes) == self._group.size:
+            return self.match(template.value, self._own(nodes), path)
+        if callable(template.otherwise):
+            return template.otherwise(self._group.rank, self._group.size)
+        return self.match(template.value, nodes.get("0"), path)
+
     def _match_dict(
         self, template: dict[Any, State], node: Node | None, path: StatePath
     ) -> dict[Any, State]:
@@ -264,11 +255,13 @@ class Matcher:
             )
         fields = fields or {}
         if not template and not self._stays_empty(fields, node, path):
-            return self.decode_node(node) if fields else {}
+            return self.decode_node(node or {"dict": {}})
         state: dict[Any, State] = {}
         used: set[str | int | None] = set()
         for key, value in template.items():
-            stored_key = value.unique_key if is_megatron(value, "ShardedObject") else key
+            stored_key = key
+            if is_megatron(value, "ShardedObject"):
+                stored_key = value.unique_key
             child = fields.get(stored_key)
             used |= {stored_key, _own_name(value)}
             if child is None and stored_key not in fields and _own_name(value) is None:
@@ -286,8 +279,11 @@ class Matcher:
 
         It is an error, see `check_strict`, unless another rank's template names what is there.
         """
-        tensors = [self._reader.index.tensors.get(name) for name in tree.references(node)]
-        is_sharded = any(tensor is not None and len(tensor.shards) > 1 for tensor in tensors)
+        is_sharded = False
+        for name in tree.references(node):
+            tensor = self._reader.index.tensors.get(name)
+            if tensor is not None and len(tensor.shards) > 1:
+                is_sharded = True
         if not is_sharded or self._group.size == 1:
             return False
         if describe(path) not in self._held_elsewhere:
@@ -331,26 +327,14 @@ class Matcher:
             self._missing.append((path, _memory_of(template)))
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
-        name = tree.name_of(node)
-        if (
-            type(template) in _PLAIN
-            and name is not None
-            and not (template.is_meta or template.is_nested)
-        ):
-            shape = tuple(template.shape)
-            self._request(name, node, None, Box.of_shape(shape), shape, template, path)
-            self._filled.append(template)
-            return template
         if is_megatron(template, "ShardedObject"):
             return self.decode_node(node)
         if is_wrapper(template):
             return self._match_wrapper(template, node, path)
         try:
-            shard = (
-                _shard_of_array(template)
-                if isinstance(template, np.ndarray)
-                else as_shard(template)
-            )
+            shard = as_shard(template)
+            if isinstance(template, np.ndarray):
+                shard = _shard_of_array(template)
         except ValueError as error:
             raise self._mismatch(path, str(error)) from None
         if shard is None and is_dataclass(template) and not isinstance(template, type):
@@ -359,51 +343,50 @@ class Matcher:
             return self.decode_node(node)
         with validation.reading(f"{self._reader.where}/index.json: tree"):
             name, view = tree.tensor_of(node)
-        name = shard.name if shard.name is not None else name
+        if shard.name is not None:
+            name = shard.name
         result = template
         if shard.tensor.is_meta:
             shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
             result = _materialise(template, shard)
-        self._request(name, node, view, shard.box, tuple(shard.global_shape), shard.tensor, path)
+        self._request(name, node, view, shard, path)
         self._filled.append(shard.tensor)
         return result
 
     def _request(
-        self,
-        name: str | None,
-        node: Node | None,
-        view: View | None,
-        box: Box,
-        shape: tuple[int, ...],
-        target: torch.Tensor,
-        path: StatePath,
+        self, name: str | None, node: Node, view: View | None, shard: Shard, path: StatePath
     ) -> None:
-        stored = None if name is None else self._reader.index.tensors.get(name)
+        stored: StoredTensor | None = None
+        if name is not None:
+            stored = self._reader.index.tensors.get(name)
         if stored is None or name is None:
             raise self._mismatch(
                 path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})"
             )
-        stored_shape = stored.shape if view is None else view.shape
+        stored_shape = stored.shape
+        if view is not None:
+            stored_shape = view.shape
+        shape = tuple(shard.global_shape)
         if stored_shape != shape:
             raise self._mismatch(
                 path, f"has shape {shape} in the template, {stored_shape} in the checkpoint"
             )
+        target = shard.tensor
         dtype = TORCH_DTYPES[stored.dtype]
         if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
             problem = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
             raise self._mismatch(path, problem)
-        if box.size and view is None:
-            self.requests.add(name, box, target)
-        elif box.size and view is not None:
+        box = shard.box
+        if not box.size:
+            return
+        if view is None:
+            self.requests.append(ReadRequest(name, box, target))
+        else:
             # What was saved is a view: read the tensor that owns the memory, then copy the slice.
             self.copies.append((target, self.decode_node(node)[box.slices()]))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
         return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
-
-
-def _full_box(stored: StoredTensor) -> Box:
-    return stored.shards[0].box if len(stored.shards) == 1 else Box.of_shape(stored.shape)
 
 
 def _empty(stored: StoredTensor, device: torch.device | str) -> torch.Tensor:
@@ -429,7 +412,9 @@ def _shard_of_array(array: NumpyArray) -> Shard:
 def _own_name(template: State) -> str | None:
     if isinstance(template, Shard):
         return template.name
-    return template.key if is_megatron(template, "ShardedTensor") else None
+    if is_megatron(template, "ShardedTensor"):
+        return template.key
+    return None
 
 
 def _memory_of(template: State) -> tuple[object, ...] | None:
@@ -439,7 +424,8 @@ def _memory_of(template: State) -> tuple[object, ...] | None:
     if template.is_meta or is_wrapper(template):
         return None
     shard = as_shard(template)
-    return None if shard is None else _memory(shard.tensor)
+    assert shard is not None
+    return _memory(shard.tensor)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -452,7 +438,9 @@ def _materialise(template: State, shard: Shard) -> State:
         from gcore_ckpt.ranks.dtensor import dtensor_like
 
         return dtensor_like(template, shard.tensor)
-    return shard if isinstance(template, Shard) else shard.tensor
+    if isinstance(template, Shard):
+        return shard
+    return shard.tensor
 
 
 def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
@@ -463,7 +451,9 @@ def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
 def _kind(node: Node | None) -> str:
     if node is None:
         return "missing"
-    return next(iter(node)) if isinstance(node, dict) else type(node).__name__
+    if isinstance(node, dict):
+        return next(iter(node))
+    return type(node).__name__
 
 
 def prune_tree(node: Node, only: Sequence[str], where: str) -> Node:
@@ -482,14 +472,18 @@ def prune_tree(node: Node, only: Sequence[str], where: str) -> Node:
             pruned = prune(child, f"{path}.{key}".lstrip("."), patterns)
             if pruned:
                 items.append([key, pruned[0]])
-        return [{"items": items}] if items else []
+        if not items:
+            return []
+        return [{"items": items}]
 
-    pruned_nodes = prune(node, "", only)
     unknown = [name for name in only if not prune(node, "", [name])]
     if unknown:
-        names = [str(key) for key in tree.fields_of(node) or {}]
+        names = [*map(str, tree.fields_of(node) or {})]
+        if len(names) > 8:
+            names[8:] = ["..."]
         raise CheckpointMismatchError(
-            f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
-            f"{', ...' if len(names) > 8 else ''}"
+            f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names)}"
         )
-    return pruned_nodes[0] if pruned_nodes else {"dict": {}}
+    for pruned in prune(node, "", only):
+        return pruned
+    return {"dict": {}}

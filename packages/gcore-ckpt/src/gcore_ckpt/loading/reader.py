@@ -110,19 +110,13 @@ class StepReader:
                 )
             number += 1
 
-    def read_small(self, small: "SmallShards", run: Sequence[int], buffer: memoryview) -> None:
-        """Fill `buffer` with adjacent shards in their order; all are checked."""
-        self._read(small.names[run[0]], small.file, small.offsets[run[0]], buffer)
-        start = 0
-        for i in run:
-            stop = start + small.sizes[i]
-            expected = small.checksums[i]
-            actual = None if expected is None else digest(buffer[start:stop])
-            if actual != expected:
-                raise CorruptCheckpointError(
-                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {actual}; expected {expected}"
-                )
-            start = stop
+    def read_adjacent(self, shards: Sequence[tuple[str, StoredShard]], buffer: memoryview) -> None:
+        """Fill `buffer` with small shards that are adjacent in a file, and the tensors' names; all are checked."""
+        first_name, first = shards[0]
+        self._read(first_name, first.file, first.offset_bytes, buffer)
+        for name, shard in shards:
+            start = shard.offset_bytes - first.offset_bytes
+            self._check(name, shard, 0, buffer[start : start + shard.size_bytes])
 
     def _read(self, name: str, file: str, offset_bytes: int, buffer: memoryview) -> None:
         try:
@@ -135,43 +129,34 @@ class StepReader:
             raise CorruptCheckpointError(f"{self.where}/{file}: ends within tensor {name!r}")
 
 
-class SmallShards:
-    """Small shards in one file, to be read together where they are adjacent; in columns, because there may be many."""
+def is_small(shard: StoredShard) -> bool:
+    """Return whether a shard is read together with those next to it: small, and of one block."""
+    is_one_block = shard.size_bytes <= shard.block_bytes or shard.checksums is None
+    return shard.size_bytes < SMALL_BYTES and is_one_block
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.names: list[str] = []
-        self.offsets: list[int] = []
-        self.sizes: list[int] = []
-        self.checksums: list[str | None] = []
 
-    @staticmethod
-    def includes(shard: StoredShard) -> bool:
-        """Return whether a shard is small, and checked by one checksum at most."""
-        return shard.size_bytes < SMALL_BYTES and (
-            shard.size_bytes <= shard.block_bytes or shard.checksums is None
-        )
+def adjacent_runs(
+    shards: Sequence[tuple[str, StoredShard]],
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield the bytes and the numbers of small shards that are read together: adjacent ones in one file."""
 
-    def add(self, name: str, shard: StoredShard) -> None:
-        self.names.append(name)
-        self.offsets.append(shard.offset_bytes)
-        self.sizes.append(shard.size_bytes)
-        self.checksums.append(shard.checksums if shard.size_bytes else None)
+    def place(number: int) -> tuple[str, int]:
+        return shards[number][1].file, shards[number][1].offset_bytes
 
-    def runs(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the bytes and the numbers of those that are read together."""
-        run: list[int] = []
-        end = size_bytes = 0
-        for i in sorted(range(len(self.names)), key=self.offsets.__getitem__):
-            if run and not (self.offsets[i] == end and size_bytes + self.sizes[i] <= JOINT_BYTES):
-                yield size_bytes, run
-                run = []
-                size_bytes = 0
-            run.append(i)
-            size_bytes += self.sizes[i]
-            end = self.offsets[i] + self.sizes[i]
-        if run:
+    run: list[int] = []
+    size_bytes = 0
+    end = ("", 0)
+    for number in sorted(range(len(shards)), key=place):
+        shard = shards[number][1]
+        if run and (place(number) != end or size_bytes + shard.size_bytes > JOINT_BYTES):
             yield size_bytes, run
+            run = []
+            size_bytes = 0
+        run.append(number)
+        size_bytes += shard.size_bytes
+        end = (shard.file, shard.offset_bytes + shard.size_bytes)
+    if run:
+        yield size_bytes, run
 
 
 def pieces(
@@ -342,17 +327,17 @@ def verify(
             progress(size_bytes)
 
     def checks(reader: StepReader) -> Iterator[Callable[[], None]]:
-        small: dict[str, SmallShards] = {}
+        small: list[tuple[str, StoredShard]] = []
         for name, tensor in reader.index.tensors.items():
             for shard in tensor.shards:
-                if SmallShards.includes(shard):
-                    small.setdefault(shard.file, SmallShards(shard.file)).add(name, shard)
+                if is_small(shard):
+                    small.append((name, shard))
                     continue
                 for start, stop in pieces(shard, 0, shard.size_bytes):
                     yield partial(check, stop - start, partial(reader.read, name, shard, start))
-        for shards in small.values():
-            for size_bytes, run in shards.runs():
-                yield partial(check, size_bytes, partial(reader.read_small, shards, run))
+        for size_bytes, run in adjacent_runs(small):
+            shards = [small[i] for i in run]
+            yield partial(check, size_bytes, partial(reader.read_adjacent, shards))
 
     storage = open_storage(path)
     with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:

@@ -27,6 +27,9 @@ from gcore_ckpt.format.tree import (
 
 NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that are no subclass with a meaning of its own."""
+
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 WRAPPER = "__class__"
 """Key of the class of a tensor that is made of several, next to these."""
@@ -87,7 +90,9 @@ def as_shard(leaf: object) -> Shard | None:
 
         offset, local = local_box(leaf)
         return Shard(global_shape=shape, offset=offset, tensor=local)
-    return _shard_of_megatron(leaf) if is_megatron(leaf, "ShardedTensor") else None
+    if is_megatron(leaf, "ShardedTensor"):
+        return _shard_of_megatron(leaf)
+    return None
 
 
 def shards_of_fsdp1(leaf: Any) -> Shards | None:
@@ -117,25 +122,20 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def is_wrapper(leaf: object) -> bool:
     """Return whether this is a tensor of several others, such as a quantized one of torchao."""
-    is_plain = (
-        not isinstance(leaf, torch.Tensor)
-        or type(leaf) in (torch.Tensor, torch.nn.Parameter)
-        or leaf.is_nested
-    )
-    return (
-        not is_plain
-        and hasattr(leaf, "__tensor_flatten__")
-        and not is_dtensor(cast("torch.Tensor", leaf))
-    )
+    if not isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN_TENSORS or leaf.is_nested:
+        return False
+    return hasattr(leaf, "__tensor_flatten__") and not is_dtensor(leaf)
 
 
 def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
     """Return the inner tensors of a wrapper by name (`__tensor_flatten__`), and the name of its class."""
     tensor_type = type(tensor)
     names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names} | {
-        WRAPPER: f"{tensor_type.__module__}.{tensor_type.__qualname__}"
-    }
+    parts: dict[Any, State] = {}
+    for name in names:
+        parts[name] = getattr(tensor, name)
+    parts[WRAPPER] = f"{tensor_type.__module__}.{tensor_type.__qualname__}"
+    return parts
 
 
 def is_megatron(leaf: object, name: str) -> bool:
@@ -179,12 +179,17 @@ def collect(state: State, rank: int = 0) -> Holdings:
     leaves = _Leaves()
     tree = encode(state, leaves.add, rank).node
     views = leaves.tie_views()
-    kept = [i for i in range(len(leaves.boxes)) if i not in views]
-    data = tuple(leaves.data[i] for i in kept)
-    devices = frozenset(value.device for value in data if isinstance(value, torch.Tensor))
-    return Holdings(
-        tree, tuple(leaves.boxes[i] for i in kept), data, devices, frozenset(leaves.declared)
-    )
+    boxes: list[HeldBox] = []
+    data: list[torch.Tensor | NumpyArray] = []
+    devices: set[torch.device] = set()
+    for number, (box, value) in enumerate(zip(leaves.boxes, leaves.data, strict=True)):
+        if number in views:
+            continue
+        boxes.append(box)
+        data.append(value)
+        if isinstance(value, torch.Tensor):
+            devices.add(value.device)
+    return Holdings(tree, tuple(boxes), tuple(data), frozenset(devices), frozenset(leaves.declared))
 
 
 class _Leaves:
@@ -203,6 +208,8 @@ class _Leaves:
 
     def add(self, leaf: object, path: StatePath) -> Leaf | None:
         """Encode a tensor or an array; None for anything else."""
+        if type(leaf) in PLAIN_TENSORS:
+            return self._add_tensor(leaf, path)
         sharded = shards_of_fsdp1(leaf)
         if sharded is not None:
             leaf = sharded
@@ -212,13 +219,11 @@ class _Leaves:
             return Leaf(node=encode_numpy_scalar(leaf))
         if is_wrapper(leaf):
             return encode(parts_of_wrapper(leaf), self.add, path=path)
-        if is_megatron(
-            leaf, "ShardedObject"
-        ):  # a small value, under the key that it has in all processes
+        if is_megatron(leaf, "ShardedObject"):
+            # A small value, under the key that it has in all processes.
             value: Any = leaf
-            return Leaf(
-                node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key
-            )
+            encoded = encode(value.data, self.add, path=(*path, "data"))
+            return Leaf(node=encoded.node, key=value.unique_key)
         if isinstance(leaf, Shards):
             name = self._new_name(path)
             self.declared.add(name)
@@ -226,6 +231,9 @@ class _Leaves:
                 _shard_at(part, path)
                 self._add_shard(replace(part, name=name), path)
             return Leaf(node={"tensor": name})
+        return self._add_tensor(leaf, path)
+
+    def _add_tensor(self, leaf: object, path: StatePath) -> Leaf | None:
         shard = _shard_at(leaf, path)
         if shard is None:
             return None
@@ -264,22 +272,20 @@ class _Leaves:
             memory_kind, start, stop, number = span
             tensor = cast("torch.Tensor", self.data[number])
             if memory_kind != base[0] or stop > base[2]:
-                base = span if tensor.is_contiguous() else base
+                if tensor.is_contiguous():
+                    base = span
             elif (start - base[1]) % tensor.itemsize == 0:
                 views.add(number)
-                view_fields = (
-                    [*tensor.shape],
-                    [*tensor.stride()],
-                    (start - base[1]) // tensor.itemsize,
-                )
+                base_name = self.boxes[base[3]].name
+                offset = (start - base[1]) // tensor.itemsize
                 for node in self._nodes[self.boxes[number].name]:
                     del node["tensor"]
-                    node["view"] = [self.boxes[base[3]].name, *view_fields]
+                    node["view"] = [base_name, [*tensor.shape], [*tensor.stride()], offset]
         return views
 
     def _add_shard(self, shard: Shard, path: StatePath) -> str:
         tensor = shard.tensor
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in PLAIN_TENSORS:
             expected = "expected a torch.Tensor, Parameter, DTensor or Shard"
             raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; {expected}")
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -325,10 +331,13 @@ class _Leaves:
                 return self._name_of_view[view]
             name = self._name_of_view[view] = self._new_name(path)
         # A rank that holds no element of a sharded tensor says nothing of it; a tensor without elements has one holder.
-        if held_box.box.size or not Box.of_shape(held_box.shape).size:
-            box = held_box.box if held_box.box.size else Box.of_shape(held_box.shape)
-            self.boxes.append(held_box._replace(name=name, box=box))
-            self.data.append(data if held_box.box.size else data.reshape(held_box.shape))
+        if held_box.box.size:
+            self.boxes.append(held_box._replace(name=name))
+            self.data.append(data)
+        elif 0 in held_box.shape:
+            full_box = Box.of_shape(held_box.shape)
+            self.boxes.append(held_box._replace(name=name, box=full_box))
+            self.data.append(data.reshape(held_box.shape))
         return name
 
     def _new_name(self, path: StatePath) -> str:

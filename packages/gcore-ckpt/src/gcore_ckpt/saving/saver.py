@@ -6,15 +6,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, digest, lay_out_file
-from gcore_ckpt.format.columns import Tensors
 from gcore_ckpt.format.index import encode_index
 from gcore_ckpt.format.merging import Replaced, merge
-from gcore_ckpt.format.stored import DataFile, Index, StoredShard
+from gcore_ckpt.format.stored import (
+    DataFile,
+    Index,
+    StoredShard,
+    StoredTensor,
+    checked_tensor,
+)
 from gcore_ckpt.format.tree import Node, decode, describe, references
 from gcore_ckpt.loading.reader import read_index
 from gcore_ckpt.ranks.group import Message, RankGroup, exchange, root_decides
@@ -25,9 +30,8 @@ from gcore_ckpt.threads import Workers
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
 
-_Columns: TypeAlias = tuple[
-    Sequence[HeldBox], Sequence[int], Sequence[str]
-]  # offsets in a file, checksums
+# The file of a shard, its box, its first byte in the file, and its checksums.
+_Shard: TypeAlias = tuple[str, HeldBox, int, str]
 
 
 @dataclass(kw_only=True)
@@ -35,10 +39,9 @@ class _Report:
     """A rank's report to the root about its part of a save; sent as JSON."""
 
     tree: Node
-    files: dict[str, dict[str, Any]] = field(
-        default_factory=dict[str, dict[str, Any]]
-    )  # as in index.json
-    shards: dict[str, list[_Columns]] = field(default_factory=dict[str, list[_Columns]])  # by file
+    # As in index.json.
+    files: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    shards: list[_Shard] = field(default_factory=list[_Shard])
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
     metric: float | None = None
@@ -84,16 +87,17 @@ class Saver:
         """Return the name of this attempt, which the root has chosen, and with it the step to build on."""
 
         def choose() -> tuple[str, int | None]:
-            base = self._storage.steps()[-1:] if self._incremental else []
-            return self._storage.begin(step), base[0] if base else None
+            base: int | None = None
+            if self._incremental:
+                base = max(self._storage.steps(), default=None)
+            return self._storage.begin(step), base
 
         attempt, base = root_decides(self._group, choose)
         if self._base is not None and self._base[0] != base:
             self._base = None
         if self._base is None and base is not None:
-            with suppress(
-                Exception
-            ):  # a damaged or unreadable step is none to build on; this save writes all
+            # A damaged or unreadable step is none to build on; this save writes all.
+            with suppress(Exception):
                 self._base = base, read_index(self._storage, base)
         return attempt
 
@@ -108,8 +112,9 @@ class Saver:
         files = iter(staged)
         try:
             for number, file in enumerate(files):
-                part = f"-{number:05d}" if number else ""
-                name = f"data-{self._group.rank:05d}{part}.safetensors"
+                name = f"data-{self._group.rank:05d}.safetensors"
+                if number:
+                    name = f"data-{self._group.rank:05d}-{number:05d}.safetensors"
                 hashed = self._workers.submit(partial(_digests, file))
                 try:
                     file.data[: file.layout.offsets[0]] = file.layout.header
@@ -153,7 +158,10 @@ class Saver:
     def _add_file(
         self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]
     ) -> None:
-        report.shards[name] = [(layout.boxes, layout.offsets[:-1], digests)]
+        for box, offset_bytes, checksums in zip(
+            layout.boxes, layout.offsets[:-1], digests, strict=True
+        ):
+            report.shards.append((name, box, offset_bytes, checksums))
         file = DataFile(
             size_bytes=layout.size_bytes,
             header_size_bytes=len(layout.header),
@@ -183,8 +191,12 @@ class Saver:
     def _commit(self, attempt: str, step: int, reports: Sequence[_Report]) -> None:
         errors: list[str] = []
         for rank, report in enumerate(reports):
-            if report.error is not None:
-                errors.append(f"rank {rank}: {report.error}" if len(reports) > 1 else report.error)
+            if report.error is None:
+                continue
+            if len(reports) > 1:
+                errors.append(f"rank {rank}: {report.error}")
+            else:
+                errors.append(report.error)
         if errors:
             raise CheckpointWriteError("; ".join(errors))
         index = _merge_index(reports)
@@ -235,22 +247,15 @@ def _link_unchanged(
         old = index.files[file]
         if sum(shard.size_bytes for _, shard in shards) < _LIVE_SHARE * old.size_bytes:
             continue
-        name = file if file.startswith("step-") else f"{step_name(base_step)}-{file}"
+        name = file
+        if not file.startswith("step-"):
+            name = f"{step_name(base_step)}-{file}"
         writer = old.writer.partition(" at step ")[0] + f" at step {int(name.split('-')[1])}"
         report.links[name] = (base_step, file)
         report.files[name] = asdict(old) | {"writer": writer}
-        boxes: list[HeldBox] = []
-        offsets: list[int] = []
-        shard_digests: list[str] = []
         for i, shard in shards:
             linked.add(i)
-            boxes.append(layout.boxes[i])
-            offsets.append(shard.offset_bytes)
-            shard_digests.append(digests[i])
-        columns = (boxes, offsets, shard_digests)
-        report.shards.setdefault(name, []).append(
-            columns
-        )  # a file may hold boxes of several files of this save
+            report.shards.append((name, layout.boxes[i], shard.offset_bytes, digests[i]))
     return [i for i in range(len(layout.boxes)) if i not in linked]
 
 
@@ -259,25 +264,23 @@ def _merge_index(reports: Sequence[_Report]) -> Index:
     replaced: list[Replaced] = []
     tree = merge([report.tree for report in reports], replaced)
     files: dict[str, DataFile] = {}
-    tensors = Tensors(BLOCK_BYTES)
-    rows = dict.fromkeys(references(tree), -1)
+    types: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shards: dict[str, list[StoredShard]] = {}
     for rank, report in enumerate(reports):
         for name, file in report.files.items():
             files[name] = DataFile(**file)
-        for name, columns in report.shards.items():
-            for box, offset_bytes, checksums in chain.from_iterable(
-                zip(*c, strict=True) for c in columns
-            ):
-                if rank > 0:  # sent as JSON
-                    box = HeldBox.from_json(*box)
-                row = rows.get(box.name, -1)
-                if row < 0:
-                    row = rows[box.name] = tensors.add(box.name, box.dtype, box.shape)
-                tensors.add_shard(row, name, offset_bytes, box.box, checksums)
-    missing = [name for name, row in rows.items() if row < 0]
+        for name, box, offset_bytes, checksums in report.shards:
+            if rank > 0:  # sent as JSON
+                box = HeldBox.from_json(*box)
+            types.setdefault(box.name, (box.dtype, box.shape))
+            shard = StoredShard(name, offset_bytes, box.size_bytes, box.box, BLOCK_BYTES, checksums)
+            shards.setdefault(box.name, []).append(shard)
+    missing = [name for name in dict.fromkeys(references(tree)) if name not in shards]
     if missing:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
-    tensors.check()
+    tensors: dict[str, StoredTensor] = {}
+    for name, (dtype, shape) in types.items():
+        tensors[name] = checked_tensor(name, dtype, shape, shards[name])
     for path, rank, view, base, name in replaced:
         dtype = tensors[base].dtype
         stored = tensors[name]

@@ -46,11 +46,10 @@ class Arena:
             self._pinned = self._pinned or pinned
             self._bytes = np.empty(0, np.uint8)  # the old memory goes before the new comes
             try:
-                self._bytes = (
-                    allocate_pinned(size_bytes, self._workers)
-                    if self._pinned
-                    else allocate(size_bytes)
-                )
+                if self._pinned:
+                    self._bytes = allocate_pinned(size_bytes, self._workers)
+                else:
+                    self._bytes = allocate(size_bytes)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise CheckpointWriteError(
                     f"a save needs {size_bytes} bytes of host memory to copy what this rank writes, and gets none "
@@ -86,10 +85,11 @@ class Stager:
         self, files: Sequence[FileLayout], holdings: Holdings, working: Working
     ) -> Iterator[StagedFile]:
         """Copy the boxes of each file, in order; wait where no memory is free."""
-        for group in (
-            [files] if files and self.max_file_bytes is None else [[file] for file in files]
-        ):
-            yield from self._stage_together(group, holdings, working)
+        if self.max_file_bytes is not None:
+            for file in files:
+                yield from self._stage_together([file], holdings, working)
+        elif files:
+            yield from self._stage_together(files, holdings, working)
 
     def _stage_together(
         self, files: Sequence[FileLayout], holdings: Holdings, working: Working
@@ -112,13 +112,12 @@ class Stager:
             on_cuda = any(device.type == "cuda" for device in holdings.devices)
             with working():
                 memory = arena.reserve(starts[-1], pinned=on_cuda)
-            pieces = [
-                memory[start : start + file.size_bytes]
-                for start, file in zip(starts, files, strict=False)
-            ]
-            for file, piece in zip(files, pieces, strict=True):
+            pieces: list[NumpyArray] = []
+            for start, file in zip(starts, files, strict=False):
+                piece = memory[start : start + file.size_bytes]
                 with working():
                     self._copy(file, piece, holdings)
+                pieces.append(piece)
             for file, piece in zip(files, pieces, strict=True):
                 yielded += 1
                 yield StagedFile(file, piece.data, release)
@@ -148,9 +147,7 @@ class Stager:
                 for i, source in zip(run, sources, strict=True):
                     box = file.boxes[i]
                     memory_box = holdings.boxes[file.numbers[i]].box
-                    slices = (
-                        box.box.relative_to(memory_box).slices() if box.box != memory_box else ()
-                    )
+                    slices = box.box.relative_to(memory_box).slices()
                     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
                         if source.is_cuda:
                             streams.add(torch.cuda.current_stream(source.device))
@@ -211,12 +208,10 @@ def _as_plain_arrays(
     if isinstance(source, torch.Tensor):
         source = source.detach().resolve_conj().resolve_neg()
         size_bytes = DTYPES[box.dtype].size_bytes
-        source = (
-            source.view(_AS_INTEGERS[size_bytes]).numpy()
-            if size_bytes in _AS_INTEGERS
-            else source.numpy()
-        )
-    array = source[slices] if slices else source
+        if size_bytes in _AS_INTEGERS:
+            source = source.view(_AS_INTEGERS[size_bytes])
+        source = source.numpy()
+    array = source[(..., *slices)]  # a view of a scalar, too
     return target.view(array.dtype).reshape(box.box.shape), array
 
 
@@ -226,10 +221,10 @@ def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
     size_bytes = 0
     for target, source in copies:
         for box in Box.of_shape(target.shape).split(_JOB_BYTES // target.itemsize):
-            is_whole = box.shape == target.shape
-            job.append(
-                (target, source) if is_whole else (target[box.slices()], source[box.slices()])
-            )
+            if box.shape == target.shape:
+                job.append((target, source))
+            else:
+                job.append((target[box.slices()], source[box.slices()]))
             size_bytes += box.size * target.itemsize
             if size_bytes >= _JOB_BYTES:
                 yield partial(_copy_all, job)

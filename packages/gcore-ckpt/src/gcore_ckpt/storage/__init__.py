@@ -6,8 +6,8 @@
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol, Self
 
@@ -111,6 +111,16 @@ class Storage(Protocol):
         """
 
 
+@contextmanager
+def open_for_writing(storage: Storage) -> Generator[None]:
+    """Keep a storage open for writing while the block runs."""
+    storage.acquire()
+    try:
+        yield
+    finally:
+        storage.release()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Journal:
     """The content of `rollback.json`, the record that makes setting several steps aside one atomic act.
@@ -143,20 +153,12 @@ class Journal:
                     f"format is {str(content.get('format'))[:40]!r}; expected {_JOURNAL_FORMAT!r}"
                 )
             pending = validation.sizes(content.get("pending"), "pending")
-            set_aside = [
-                _entry(entry)
-                for entry in validation.expect(list, content.get("set_aside"), "set_aside")
-            ]
+            set_aside: list[tuple[int, str]] = []
+            for entry in validation.expect(list, content.get("set_aside"), "set_aside"):
+                step, attempt = validation.members(entry, 2, "an entry of set_aside")
+                validation.plain_name(validation.expect(str, attempt, "attempt"))
+                set_aside.append((validation.size(step, "step"), attempt))
             return cls(id=str(content.get("id")), pending=pending, set_aside=tuple(set_aside))
-
-
-def _entry(entry: object) -> tuple[int, str]:
-    fields = validation.expect(list, entry, "entry of set_aside")
-    if len(fields) != 2:
-        raise ValueError(f"an entry of set_aside has {len(fields)} members; expected 2")
-    return validation.size(fields[0], "step"), validation.plain_name(
-        validation.expect(str, fields[1], "attempt")
-    )
 
 
 def settled_steps(

@@ -185,20 +185,23 @@ class LocalStorage:
         if not self.path.is_dir():
             return []
         pending = self._read_journal().pending
-        steps: list[int] = []
-        for entry in self.path.iterdir():
-            match = _SET_ASIDE.fullmatch(entry.name)
-            if match is not None:
-                steps.append(int(match[1]))
+        steps = [step for _, step in self._list_set_aside()]
         steps.extend(step for step in pending if (self.path / step_name(step)).is_dir())
         return sorted(steps)
 
-    def remove_set_aside(self) -> None:
-        """Delete what was set aside."""
-        for entry in list(self.path.iterdir()):
+    def _list_set_aside(self) -> list[tuple[str, int]]:
+        """Return the names of the folders that were set aside, and their steps."""
+        folders: list[tuple[str, int]] = []
+        for entry in self.path.iterdir():
             match = _SET_ASIDE.fullmatch(entry.name)
             if match is not None:
-                self._remove_folder(entry.name, int(match[1]))
+                folders.append((entry.name, int(match[1])))
+        return folders
+
+    def remove_set_aside(self) -> None:
+        """Delete what was set aside."""
+        for folder, step in self._list_set_aside():
+            self._remove_folder(folder, step)
 
     def _check_lock(self) -> None:
         """Raise if the lock file is no longer the one that was locked: another writer may have replaced it."""

@@ -68,26 +68,55 @@ class _Listing:
 
     def list_uploaded(self) -> dict[int, set[str]]:
         """Return the objects in the folder of each step that has an index there and no attempt that is the step."""
-        folders = {
-            step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names
-        }
-        return {
-            step: names
-            for step, names in folders.items()
-            if step is not None and step not in self.committed
-        }
+        uploaded: dict[int, set[str]] = {}
+        for folder, names in self.names.items():
+            step = step_of(folder)
+            if INDEX_FILE in names and step is not None and step not in self.committed:
+                uploaded[step] = names
+        return uploaded
 
 
-@dataclass(frozen=True)
-class _Located:
-    """The folder of a committed step, the sizes of its files, and the objects that those in other folders are."""
+class _ObjectFiles:
+    """The files of a committed step: its folder, their sizes, and the objects that those in other folders are."""
 
-    folder: str
-    sizes: Mapping[str, int]
-    links: Mapping[str, str] = field(default_factory=dict[str, str])
+    def __init__(
+        self, objects: Objects, folder: str, sizes: Mapping[str, int], links: Mapping[str, str]
+    ) -> None:
+        self.folder = folder
+        self.sizes = dict(sizes)  # as they were committed; once a file is open, as it is
+        self._objects = objects
+        self._links = links
 
     def key(self, name: str) -> str:
-        return self.links.get(name, f"{self.folder}/{name}")
+        """Return the key of the object that is a file."""
+        return self._links.get(name, f"{self.folder}/{name}")
+
+    def read_index(self) -> bytes:
+        return self._read(f"{self.folder}/{INDEX_FILE}")
+
+    def open(self, name: str) -> int:
+        key = self.key(name)
+        size: int | None = None
+        if name in self.sizes:
+            size = self._objects.size(key, self.sizes[name])
+        if size is None:
+            raise FileNotFoundError(f"{self._objects} holds no {key}")
+        self.sizes[name] = size
+        return size
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
+        stop = min(offset_bytes + buffer.nbytes, self.sizes[name])
+        if stop <= offset_bytes:
+            return 0
+        value = self._read(self.key(name), slice(offset_bytes, stop))
+        buffer.cast("B")[: len(value)] = value
+        return len(value)
+
+    def _read(self, key: str, byte_range: slice | None = None) -> bytes:
+        stored = self._objects.read(key, byte_range)
+        if stored.state != "value":
+            raise FileNotFoundError(f"{self._objects} holds no {key}")
+        return stored.value
 
 
 class ObjectStorage:
@@ -112,7 +141,7 @@ class ObjectStorage:
         self._objects = Objects(url)
         self._live: set[str] = set()
         self._links: dict[str, dict[str, str]] = {}  # of each attempt in flight
-        self._base: tuple[int, _Located] | None = None  # the step that is being linked to
+        self._base: tuple[int, _ObjectFiles] | None = None  # the step that is being linked to
         self._needed: dict[int, set[str]] = {}  # the objects that make up each uploaded step
 
     def __str__(self) -> str:
@@ -128,7 +157,7 @@ class ObjectStorage:
         )
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
-        return nullcontext(_ObjectFiles(self._objects, self._locate(step)))
+        return nullcontext(self._locate(step))
 
     def acquire(self) -> None:
         """Check that the place can be listed. Takes no lock: the class docstring says why that is safe."""
@@ -284,30 +313,27 @@ class ObjectStorage:
         return listing
 
     def _steps(self, listing: _Listing, journal: Journal) -> set[int]:
-        set_aside = {step for step, attempt_id in journal.set_aside if attempt_id == _UPLOADED}
-        uploaded = {
-            step: names for step, names in listing.list_uploaded().items() if step not in set_aside
-        }
-
-        def is_whole(step: int) -> bool:
-            return step in self._needed and self._needed[step] <= uploaded[step]
-
-        unknown = [step for step in uploaded if not is_whole(step)]
+        uploaded = listing.list_uploaded()
+        for step, attempt_id in journal.set_aside:
+            if attempt_id == _UPLOADED:
+                uploaded.pop(step, None)
         with Workers(_THREADS) as workers:
-            needed = workers.run(partial(self._read_needed, step) for step in unknown)
-        self._needed |= {
-            step: names for step, names in zip(unknown, needed, strict=True) if names is not None
-        }
-        return listing.committed | {step for step in uploaded if is_whole(step)}
+            workers.run(partial(self._read_needed, *entry) for entry in uploaded.items())
+        steps = set(listing.committed)
+        for step, names in uploaded.items():
+            if step in self._needed and self._needed[step] <= names:
+                steps.add(step)
+        return steps
 
-    def _read_needed(self, step: int) -> set[str] | None:
-        """Return the objects that an uploaded step needs; None if it was deleted since it was listed."""
-        try:
-            return {INDEX_FILE, *self._read_uploaded(step).sizes}
-        except CorruptCheckpointError:  # reported when it is opened
-            return {INDEX_FILE}
-        except FileNotFoundError:
-            return None
+    def _read_needed(self, step: int, names: set[str]) -> None:
+        """Read which objects an uploaded step needs, unless it is known to be whole."""
+        if step in self._needed and self._needed[step] <= names:
+            return
+        with suppress(FileNotFoundError):  # deleted since it was listed
+            try:
+                self._needed[step] = {INDEX_FILE, *self._read_uploaded(step).sizes}
+            except CorruptCheckpointError:  # reported when it is opened
+                self._needed[step] = {INDEX_FILE}
 
     def _is_uploaded(self, step: int) -> bool:
         return (
@@ -315,22 +341,24 @@ class ObjectStorage:
             and step in self.steps()
         )
 
-    def _read_uploaded(self, step: int) -> _Located:
+    def _read_uploaded(self, step: int) -> _ObjectFiles:
         folder = step_name(step)
         stored = self._objects.read(f"{folder}/{INDEX_FILE}")
         if stored.state != "value":
             raise FileNotFoundError(f"{self} holds no committed {folder}")
         index = decode_index(stored.value, f"{self}/{folder}/{INDEX_FILE}")
-        return _Located(folder, {name: file.size_bytes for name, file in index.files.items()})
+        sizes = {name: file.size_bytes for name, file in index.files.items()}
+        return _ObjectFiles(self._objects, folder, sizes, {})
 
-    def _locate(self, step: int) -> _Located:
+    def _locate(self, step: int) -> _ObjectFiles:
         try:
             attempt, sizes = self._read_commit(step_name(step))
         except FileNotFoundError:
             return self._read_uploaded(step)
+        links: dict[str, str] = {}
         if any(name.startswith("step-") for name in sizes):
-            return _Located(attempt, sizes, self._read_links(attempt))
-        return _Located(attempt, sizes)
+            links = self._read_links(attempt)
+        return _ObjectFiles(self._objects, attempt, sizes, links)
 
     def _read_links(self, attempt: str) -> dict[str, str]:
         stored = self._objects.read(f"{attempt}/{_LINKS_FILE}")
@@ -347,9 +375,10 @@ class ObjectStorage:
             raise FileNotFoundError(f"{self} holds no committed {folder}")
         try:
             fields = json.loads(stored.value)
-            return f"{folder}/{fields['attempt']}", {
-                name: int(size) for name, size in fields["sizes"].items()
-            }
+            sizes: dict[str, int] = {}
+            for name, size in fields["sizes"].items():
+                sizes[name] = int(size)
+            return f"{folder}/{fields['attempt']}", sizes
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(
                 f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}"
@@ -361,45 +390,45 @@ class ObjectStorage:
         return None
 
     def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
-        located = _Located(attempt, sizes, self._links.get(attempt, {}))
-        checks = (
-            partial(self._objects.size, located.key(name), size) for name, size in sizes.items()
-        )
+        files = _ObjectFiles(self._objects, attempt, sizes, self._links.get(attempt, {}))
+
+        def find_problem(name: str, expected: int) -> str | None:
+            key = files.key(name)
+            size = self._objects.size(key, expected)
+            if size == expected:
+                return None
+            if size is None:
+                return f"{key} is missing; {expected} bytes were to be written"
+            return f"{key} has {size} bytes; {expected} bytes were to be written"
+
         with Workers(_THREADS) as workers:
-            actual_sizes = workers.run(checks)
-        for (name, expected), size in zip(sizes.items(), actual_sizes, strict=True):
-            if size != expected:
-                problem = "is missing" if size is None else f"has {size} bytes"
-                return f"{located.key(name)} {problem}; {expected} bytes were to be written"
-        return None
+            problems = workers.run(partial(find_problem, *entry) for entry in sizes.items())
+        return next(filter(None, problems), None)
 
     def _remove_dead_attempts(self) -> None:
         listing = self._scan()
-        kept = self._live | (
-            _attempts(self._read_journal().content) if listing.has_journal else set()
-        )
+        retained = set(self._live)
+        if listing.has_journal:
+            retained |= _attempts(self._read_journal().content)
         newest = max(listing.committed, default=-1)
-        dead = {
-            folder
-            for folder, names in listing.names.items()
-            if _REMOVED in names and INDEX_FILE not in names
-        }
+        dead: set[str] = set()
+        for folder, names in listing.names.items():
+            if _REMOVED in names and INDEX_FILE not in names:
+                dead.add(folder)
         for step, names in listing.attempts.items():
             if step > newest or (step in listing.committed and len(names) == 1):
                 continue
             # Read now: since the listing, a slower writer may have committed.
-            dead |= names - kept - {self._committed_attempt(step_name(step))}
+            dead |= names - retained - {self._committed_attempt(step_name(step))}
         self._delete(dead, listing)
 
     def _delete(self, dead: set[str], listing: _Listing) -> None:
         """Delete folders of attempts or uploaded steps, except for objects that other attempts link to."""
-        linking = [
-            folder
-            for folder, names in listing.names.items()
-            if _LINKS_FILE in names and folder not in dead
-        ]
         used: set[str] = set()
-        for links in [*map(self._read_links, linking), *self._links.values()]:
+        for folder, names in listing.names.items():
+            if _LINKS_FILE in names and folder not in dead:
+                used.update(self._read_links(folder).values())
+        for links in self._links.values():
             used.update(links.values())
         for folder in dead:
             keys = {f"{folder}/{name}" for name in listing.names.get(folder, ())}
@@ -415,35 +444,3 @@ class ObjectStorage:
 
 def _attempts(journal: Journal) -> set[str]:
     return {f"{step_name(step)}/{attempt_id}" for step, attempt_id in journal.set_aside}
-
-
-class _ObjectFiles:
-    def __init__(self, objects: Objects, located: _Located) -> None:
-        self._objects = objects
-        self._located = located
-        self._sizes = dict(located.sizes)  # as they were committed; once a file is open, as it is
-
-    def read_index(self) -> bytes:
-        return self._read(f"{self._located.folder}/{INDEX_FILE}")
-
-    def open(self, name: str) -> int:
-        key = self._located.key(name)
-        size = self._objects.size(key, self._sizes[name]) if name in self._sizes else None
-        if size is None:
-            raise FileNotFoundError(f"{self._objects} holds no {key}")
-        self._sizes[name] = size
-        return size
-
-    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        stop = min(offset_bytes + buffer.nbytes, self._sizes[name])
-        if stop <= offset_bytes:
-            return 0
-        value = self._read(self._located.key(name), slice(offset_bytes, stop))
-        buffer.cast("B")[: len(value)] = value
-        return len(value)
-
-    def _read(self, key: str, byte_range: slice | None = None) -> bytes:
-        stored = self._objects.read(key, byte_range)
-        if stored.state != "value":
-            raise FileNotFoundError(f"{self._objects} holds no {key}")
-        return stored.value

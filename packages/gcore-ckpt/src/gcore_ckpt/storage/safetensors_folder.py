@@ -5,7 +5,6 @@ Such a folder comes from anywhere, so all that its files say is checked before a
 
 import json
 import math
-from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +23,14 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it
 _LENGTH_BYTES = 8
 # Codes that few readers know: read here, not written.
-_DTYPE_OF_CODE = {
-    dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors is not None
-} | {
+_FOREIGN_CODES = {
     "C64": "complex64",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
+_CODES = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors}
+_DTYPE_OF_CODE = _CODES | _FOREIGN_CODES
 
 
 def find_weights(storage: Storage) -> Path | None:
@@ -40,13 +39,17 @@ def find_weights(storage: Storage) -> Path | None:
         return None
     path = storage.path
     if not path.is_dir():
-        return path if path.suffix == ".safetensors" and path.exists() else None
+        if path.suffix == ".safetensors" and path.exists():
+            return path
+        return None
     for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE):
         if (path / name).exists():
             return path / name
     files = list(path.glob("*.safetensors"))
     # Next to an `index.json` it is a step's data file, whose names of tensors are not those of the state.
-    return files[0] if len(files) == 1 and not (path / INDEX_FILE).exists() else None
+    if len(files) != 1 or (path / INDEX_FILE).exists():
+        return None
+    return files[0]
 
 
 @contextmanager
@@ -77,17 +80,20 @@ def _read_sharded(
         content = _parse(_read(files, WEIGHTS_INDEX_FILE, 0, size_bytes))
         if "weight_map" not in content:
             raise ValueError("weight_map is missing")
-        file_of = {
-            name: validation.plain_name(validation.expect(str, file, f"file of {name!r}"))
-            for name, file in validation.expect(dict, content["weight_map"], "weight_map").items()
-        }
-    headers = {name: _read_header(files, folder, name) for name in dict.fromkeys(file_of.values())}
+        file_of: dict[str, str] = validation.expect(dict, content["weight_map"], "weight_map")
+        for name, file in file_of.items():
+            validation.plain_name(validation.expect(str, file, f"file of {name!r}"))
+    data_files: dict[str, DataFile] = {}
+    tensors_of: dict[str, dict[str, StoredTensor]] = {}
+    for file in dict.fromkeys(file_of.values()):
+        data_files[file], tensors_of[file] = _read_header(files, folder, file)
+    tensors: dict[str, StoredTensor] = {}
     with validation.reading(where):
         for name, file in file_of.items():
-            if name not in headers[file][1]:
+            if name not in tensors_of[file]:
                 raise ValueError(f"tensor {name!r} is not in {file}, where its weight_map puts it")
-    tensors = {name: headers[file][1][name] for name, file in file_of.items()}
-    return {name: file for name, (file, _) in headers.items()}, tensors
+            tensors[name] = tensors_of[file][name]
+    return data_files, tensors
 
 
 def _read_header(
@@ -157,10 +163,10 @@ def _check_places(
 ) -> None:
     """Check that the tensors fill the file without gap or overlap, as the format demands."""
     end = header_size_bytes
-    spans = sorted(
-        (tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items()
-    )
-    for offset_bytes, length, name in spans:
+    spans: list[tuple[int, int, str]] = []
+    for name, tensor in tensors.items():
+        spans.append((tensor.shards[0].offset_bytes, tensor.size_bytes, name))
+    for offset_bytes, length, name in sorted(spans):
         if offset_bytes != end:
             raise ValueError(
                 f"tensor {name!r} begins at byte {offset_bytes}, the one before it ends at {end}"
@@ -187,8 +193,9 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name!r} is there twice")
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"{name!r} is there twice")
+        fields[name] = value
     return fields

@@ -2,10 +2,10 @@
 
 import logging
 import socket
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import CorruptCheckpointError, LostRankError
@@ -22,13 +22,12 @@ from gcore_ckpt.ranks.group import (
     exchange,
 )
 from gcore_ckpt.storage import Storage, check_step
+from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import CheckpointCall, Outcome
-from gcore_ckpt.tiers.storage import Plan, TieredStorage
+from gcore_ckpt.tiers.node import NodeStorage
+from gcore_ckpt.tiers.open_tiers import OpenTiers, Plan
 from gcore_ckpt.tiers.survey import Report
 from gcore_ckpt.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    from gcore_ckpt.saving.pipeline import SavePipeline
 
 _logger = logging.getLogger(__name__)
 
@@ -89,8 +88,14 @@ class TieredCheckpointer(Checkpointer):
             process_group=process_group,
             timeout_s=timeout_s,
         )
-        self._storage = self._tiers = TieredStorage(tiers)
-        self._machine = socket.gethostname() if machine is None else machine
+        storages: list[Storage] = []
+        for tier in tiers:
+            if tier.replicas is None:
+                storages.append(open_storage(tier.path))
+            else:
+                storages.append(NodeStorage(tier.path, tier.replicas))
+        self._tiers = OpenTiers(tiers, storages)
+        self._machine = machine or socket.gethostname()
 
     def save(
         self,
@@ -117,7 +122,7 @@ class TieredCheckpointer(Checkpointer):
         check_step(step)
         if to_all:
             self._tiers.forced.add(step)
-        if self._closed or self._tiers.due(step):
+        if self._closed or self._tiers.list_due(step):
             return super().save(step, state, progress=progress, metric=metric)
         nothing = Outcome[None]()
         nothing.set_result(None)
@@ -183,29 +188,25 @@ class TieredCheckpointer(Checkpointer):
     def _read_planned(
         self, call: CheckpointCall, plan: Plan, fill: Callable[[Storage, int | None], State]
     ) -> State:
-        with self._open_planned(call, plan) as (storage, step):
-            return all_succeed(self._open_group(call), lambda: fill(storage, step))
-
-    @contextmanager
-    def _open_planned(self, call: CheckpointCall, plan: Plan) -> Generator[tuple[Storage, int]]:
-        """Keep a step readable for all ranks while any of them reads it."""
         storage = self._tiers.open_tiers[plan["tier"]].storage
         step: int = plan["step"]
-        newest = {
-            str(open_tier.storage): steps[-1:]
-            for open_tier, steps in zip(self._tiers.open_tiers, plan["steps"], strict=True)
-        }
+        newest: dict[str, list[int]] = {}
+        for open_tier, steps in zip(self._tiers.open_tiers, plan["steps"], strict=True):
+            newest[str(open_tier.storage)] = steps[-1:]
         _logger.info("step %d is loaded from %s; the newest steps are %s", step, storage, newest)
-        if plan["places"] is None or self._tiers.node is None:
-            yield storage, step
-            return
-        peers = self._connect(call)
-        assert isinstance(peers, TorchGroup)
-        with self._tiers.node.reading(step, plan["places"], peers):
-            yield storage, step
+        # All ranks answer each other's reads until the last of them is done.
+        reading: AbstractContextManager[None] = nullcontext()
+        if plan["places"] is not None and self._tiers.node is not None:
+            peers = self._connect(call)
+            assert isinstance(peers, TorchGroup)
+            reading = self._tiers.node.reading(step, plan["places"], peers)
+        with reading:
+            return all_succeed(self._open_group(call), lambda: fill(storage, step))
 
     def _report(self) -> Report:
-        return self._tiers.node.report() if self._tiers.node is not None else {}
+        if self._tiers.node is None:
+            return {}
+        return self._tiers.node.report()
 
     def _open_group(self, call: CheckpointCall) -> RankGroup:
         if self._group is None:
@@ -213,13 +214,3 @@ class TieredCheckpointer(Checkpointer):
             if self._tiers.node is not None:
                 self._tiers.node.join(group, self._machine)
         return super()._open_group(call)
-
-    def _open_pipeline(self, call: CheckpointCall) -> "SavePipeline":
-        group = self._open_group(call)
-        if self._pipeline is None:
-            from gcore_ckpt.tiers.pipeline import TieredPipeline
-
-            self._pipeline = TieredPipeline(
-                self._tiers, group, self._connect(call), self._connect(call), **self._options
-            )
-        return self._pipeline

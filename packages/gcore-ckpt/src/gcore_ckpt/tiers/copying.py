@@ -10,15 +10,13 @@ from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format.index import decode_index
 from gcore_ckpt.loading.reader import StepReader, read_index
 from gcore_ckpt.ranks.group import RankGroup, exchange
+from gcore_ckpt.saving.host_memory import allocate
 from gcore_ckpt.storage import INDEX_FILE, Storage, step_name
 from gcore_ckpt.tiers.node import NodeStorage
 from gcore_ckpt.tiers.survey import Report, whole_steps
-from gcore_ckpt.tiers.transfer import Buffer
 
 
-def copy_step(
-    step: int, source: Storage, target: Storage, group: RankGroup, buffer: Buffer
-) -> None:
+def copy_step(step: int, source: Storage, target: Storage, group: RankGroup) -> None:
     """Copy a step, which becomes a committed one of the target; raise the same error on all ranks (all ranks)."""
 
     def share(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
@@ -52,7 +50,7 @@ def copy_step(
                 if name == INDEX_FILE:
                     copied["index"] = index.decode()
                     continue
-                data = buffer.reserve(files.open(name))
+                data = allocate(files.open(name)).data
                 if files.read_into(name, 0, data) != len(data):
                     raise OSError(f"{where}/{name} ends before its {len(data)} bytes")
                 reader.check_file(name, data)

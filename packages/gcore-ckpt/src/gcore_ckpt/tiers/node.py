@@ -137,7 +137,9 @@ class NodeStorage:
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
         """Open a step: its files on this machine, or all of them while `reading`."""
-        return self.local.open_step(step) if self._peers is None else nullcontext(self._peers)
+        if self._peers is not None:
+            return nullcontext(self._peers)
+        return self.local.open_step(step)
 
     def begin(self, step: int) -> str:
         return self.local.begin(step)
@@ -206,10 +208,10 @@ class NodeStorage:
             sizes: dict[int, dict[str, int]] = {}
             for rank, files in enumerate(written):
                 sizes.setdefault(self._machines.leader(rank), {}).update(files)
-            return [
-                (self._prepared[1], sizes[rank]) if rank in sizes else None
-                for rank in range(group.size)
-            ]
+            parts: list[tuple[str, Mapping[str, int]] | None] = [None] * group.size
+            for rank, rank_sizes in sizes.items():
+                parts[rank] = (self._prepared[1], rank_sizes)
+            return parts
 
         part = exchange(group, copy, share)
 

@@ -63,13 +63,13 @@ class Copies:
 
 def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
     """Return the steps of which every file is somewhere, from the report of each place; `Copies` number the places."""
-    candidates_by_step: dict[int, list[tuple[str, Copies]]] = {}
     groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
-    for number, steps in enumerate(reports):
-        for step, step_report in steps.items():
-            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[
-                number
-            ] = step_report
+    for number, report_by_step in enumerate(reports):
+        for step, step_report in report_by_step.items():
+            group = (int(step), step_report["saved_at"], step_report["index"])
+            groups.setdefault(group, {})[number] = step_report
+    steps: dict[int, Copies] = {}
+    newest: dict[int, str] = {}
     for (step, saved_at, index), report_by_place in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
         missing: set[str] = set()
@@ -77,10 +77,10 @@ def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
             missing.update(step_report["missing"])
             for name, size_bytes in step_report["files"].items():
                 files.setdefault(name, (size_bytes, []))[1].append(number)
-        if missing <= files.keys():
-            candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
-    # A machine that comes back with steps of long ago may hold another that is whole.
-    return {
-        step: max(candidates, key=lambda candidate: candidate[0])[1]
-        for step, candidates in candidates_by_step.items()
-    }
+        if not missing <= files.keys():
+            continue
+        # A machine that comes back with steps of long ago may hold another that is whole.
+        if step not in steps or saved_at > newest[step]:
+            newest[step] = saved_at
+            steps[step] = Copies(index, files)
+    return steps

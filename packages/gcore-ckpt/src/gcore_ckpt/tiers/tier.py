@@ -3,11 +3,11 @@
 import os
 from dataclasses import KW_ONLY, dataclass
 
-from gcore_ckpt.retention import BestMode, Retention
+from gcore_ckpt.retention import Retention
 
 
 @dataclass(frozen=True)
-class Tier:
+class Tier(Retention):
     """A place for steps, and which steps go there.
 
     Attributes:
@@ -28,10 +28,6 @@ class Tier:
     path: str | os.PathLike[str]
     _: KW_ONLY
     every: int = 1
-    keep: int | None = None
-    keep_every: int | None = None
-    keep_best: int | None = None
-    best_mode: BestMode = "max"
     replicas: int | None = None
 
     def __post_init__(self) -> None:
@@ -45,14 +41,4 @@ class Tier:
             raise ValueError(
                 f"replicas is {self.replicas} and path is {self.path}; expected a folder of each machine"
             )
-        _ = self.retention
-
-    @property
-    def retention(self) -> Retention:
-        """Which steps stay there."""
-        return Retention(
-            keep=self.keep,
-            keep_every=self.keep_every,
-            keep_best=self.keep_best,
-            best_mode=self.best_mode,
-        )
+        super().__post_init__()

@@ -23,19 +23,6 @@ _FIRST_REPLY_TAG = 2
 _REPLY_THREADS = 4
 
 
-class Buffer:
-    """Page-aligned host memory that grows when it must, for one file at a time."""
-
-    def __init__(self) -> None:
-        self._bytes = allocate(0)
-
-    def reserve(self, size_bytes: int) -> memoryview:
-        """Return memory of this size; it is reused by the next call."""
-        if len(self._bytes) < size_bytes:
-            self._bytes = allocate(size_bytes)
-        return self._bytes[:size_bytes].data
-
-
 def exchange_copies(
     group: TorchGroup,
     machines: Machines,
@@ -51,8 +38,6 @@ def exchange_copies(
     """
     received: dict[str, int] = {}
     errors: list[Exception] = []
-    outgoing = Buffer()
-    incoming = Buffer()
 
     def note_error(act: Callable[[], None]) -> None:
         _, error = attempt(act)
@@ -62,14 +47,14 @@ def exchange_copies(
     def send(target: int) -> None:
         group.send(json.dumps(dict(sizes)).encode(), target)
         for name, size_bytes in sizes.items():
-            buffer = outgoing.reserve(size_bytes)
+            buffer = allocate(size_bytes).data
             note_error(partial(read, name, buffer))
             group.send_from(buffer, target)
 
     def receive(source: int) -> None:
         coming: dict[str, int] = json.loads(group.receive(source))
         for name, size_bytes in coming.items():
-            buffer = incoming.reserve(size_bytes)
+            buffer = allocate(size_bytes).data
             group.receive_into(buffer, source)
             note_error(partial(write, validation.plain_name(name), buffer))
         received.update(coming)

@@ -33,7 +33,7 @@ from gcore_ckpt.loading.reader import (
     verify,
 )
 from gcore_ckpt.retention import BestMode, Retention
-from gcore_ckpt.storage import Storage
+from gcore_ckpt.storage import Storage, open_for_writing
 from gcore_ckpt.storage.local import open_storage
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
@@ -277,19 +277,19 @@ def _prune(
     if not storage.steps() and not storage.steps_set_aside():
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
 
-    def superfluous() -> list[int]:
+    def find_superfluous() -> list[int]:
         if set_aside:
             return storage.steps_set_aside()
         steps = storage.steps()
         if above is not None:
             return [step for step in steps if step > above]
-        return retention.superfluous(steps, None, partial(read_metric, storage))
+        return retention.find_superfluous(steps, None, partial(read_metric, storage))
 
     if dry_run:
-        _say(f"would delete {_format_steps(superfluous())}")
+        _say(f"would delete {_format_steps(find_superfluous())}")
         return 0
-    with _writing_to(storage):
-        steps = superfluous()
+    with open_for_writing(storage):
+        steps = find_superfluous()
         if set_aside:
             storage.remove_set_aside()
         else:
@@ -303,7 +303,7 @@ def _rm(path: str, steps: list[int]) -> int:
     steps = sorted(set(steps))
     for step in steps:
         find_step(storage, step)
-    with _writing_to(storage):
+    with open_for_writing(storage):
         _remove(storage, steps)
     _say(f"deleted {_format_steps(steps)}")
     return 0
@@ -312,20 +312,11 @@ def _rm(path: str, steps: list[int]) -> int:
 def _rollback(path: str, step: int) -> int:
     storage = open_storage(path)
     find_step(storage, step)
-    with _writing_to(storage):
+    with open_for_writing(storage):
         later = [later_step for later_step in storage.steps() if later_step > step]
         storage.set_aside(later)
     _say(f"set aside {_format_steps(later)}; the latest step is {step}")
     return 0
-
-
-@contextmanager
-def _writing_to(storage: Storage) -> Generator[None]:
-    storage.acquire()
-    try:
-        yield
-    finally:
-        storage.release()
 
 
 def _remove(storage: Storage, steps: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gcore_ckpt.format.boxes import Box
 from gcore_ckpt.format.stored import StoredTensor
+from gcore_ckpt.format.tree import View
 from gcore_ckpt.loading.reader import StepLeaf, StepReader, step_leaves
 
 _PART_BYTES = 64 << 20
@@ -26,7 +27,6 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
     leaves_a = _by_path(a)
     leaves_b = _by_path(b)
     are_same = cache(partial(_are_same, a, b))  # tensors may share their memory
-    are_views_same = partial(_are_views_same, a, b)
     for path in [*leaves_a, *(path for path in leaves_b if path not in leaves_a)]:
         leaf_a = leaves_a.get(path)
         leaf_b = leaves_b.get(path)
@@ -46,10 +46,7 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
             aspect = "dtype"
         else:
             aspect = "bytes"
-            if leaf_a.view is not None or leaf_b.view is not None:
-                is_same = are_views_same(leaf_a, leaf_b)
-            else:
-                is_same = are_same(leaf_a.tensor, leaf_b.tensor)
+            is_same = are_same(leaf_a.tensor, leaf_b.tensor, leaf_a.view, leaf_b.view)
         if not is_same:
             yield Difference(aspect, path, text_a, text_b)
 
@@ -79,40 +76,34 @@ def _shape(reader: StepReader, leaf: StepLeaf) -> tuple[int, ...]:
 
 def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
     """Return the checksums by the box and the size of the blocks; empty where there are none."""
-    shards = [shard for shard in tensor.shards if shard.box.size]
-    return {
-        (shard.box, shard.block_bytes): shard.checksums
-        for shard in shards
-        if shard.checksums is not None
-    }
+    checksums: dict[tuple[Box, int], str] = {}
+    for shard in tensor.shards:
+        if shard.box.size and shard.checksums is not None:
+            checksums[shard.box, shard.block_bytes] = shard.checksums
+    return checksums
 
 
-def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
+def _are_same(
+    a: StepReader, b: StepReader, name_a: str, name_b: str, view_a: View | None, view_b: View | None
+) -> bool:
+    """Return whether two tensors, or views of them, of one type and shape hold the same bytes."""
     tensor = a.index.tensors[name_a]
+    is_view = view_a is not None or view_b is not None
     checksums_a = _checksums(tensor)
     checksums_b = _checksums(b.index.tensors[name_b])
-    if checksums_a and checksums_b and checksums_a.keys() == checksums_b.keys():
+    if checksums_a and not is_view and checksums_a.keys() == checksums_b.keys():
         return checksums_a == checksums_b
     import torch
 
-    from gcore_ckpt.loading.loader import read_box
+    from gcore_ckpt.loading.loader import read_box, read_whole
     from gcore_ckpt.threads import Workers
 
     with Workers(_THREADS) as workers:
-        return all(
-            torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
-            for part in Box.of_shape(tensor.shape).split(_PART_BYTES // tensor.itemsize)
-        )
-
-
-def _are_views_same(a: StepReader, b: StepReader, leaf_a: StepLeaf, leaf_b: StepLeaf) -> bool:
-    import torch
-
-    from gcore_ckpt.loading.loader import read_whole
-    from gcore_ckpt.threads import Workers
-
-    with Workers(_THREADS) as workers:
-        leaves = (a, leaf_a), (b, leaf_b)
-        return torch.equal(
-            *(read_whole(reader, leaf.tensor or "", leaf.view, workers) for reader, leaf in leaves)
-        )
+        if is_view:
+            data = read_whole(a, name_a, view_a, workers)
+            return torch.equal(data, read_whole(b, name_b, view_b, workers))
+        for part in Box.of_shape(tensor.shape).split(_PART_BYTES // tensor.itemsize):
+            data = read_box(a, name_a, part, workers)
+            if not torch.equal(data, read_box(b, name_b, part, workers)):
+                return False
+    return True

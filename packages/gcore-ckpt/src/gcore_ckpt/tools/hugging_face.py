@@ -30,14 +30,16 @@ _FLOATS = tuple(
 _CONFIG_FILE = "config.json"
 _CONFIG_DTYPES = ("dtype", "torch_dtype")
 _CONFIG_PATTERNS = (
-    *(
-        _CONFIG_FILE,
-        "generation_config.json",
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    *("vocab.*", "merges.txt", "*.model", "chat_template*", "*processor_config.json"),
+    _CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "*processor_config.json",
 )
 
 
@@ -82,10 +84,14 @@ def export_hf(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
-    float_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-    if float_dtype is not None and float_dtype not in _FLOATS:
-        raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
-    copied = {} if config_from is None else _read_configs(Path(config_from), float_dtype)
+    float_dtype: str | None = None
+    if dtype is not None:
+        float_dtype = str(dtype).removeprefix("torch.")
+        if float_dtype not in _FLOATS:
+            raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
+    copied: dict[str, bytes] = {}
+    if config_from is not None:
+        copied = _read_configs(Path(config_from), float_dtype)
     target = Path(folder)
     if target.is_symlink() or (
         target.exists() and not (target.is_dir() and not any(target.iterdir()))
@@ -139,7 +145,9 @@ def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
 def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weights:
     """Return the tensors under the prefix, each stored one once."""
     leaves = step_leaves(reader)
-    start = f"{prefix}." if prefix else ""
+    start = prefix
+    if prefix:
+        start += "."
     weights: _Weights = {}
     names: set[str] = set()
     for leaf in leaves:
@@ -155,9 +163,8 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weigh
                 f"{reader.where} holds two tensors of the name {leaf.path!r}"
             )
         if (leaf.tensor, leaf.view) not in weights:
-            shape = None if leaf.view is None else leaf.view.shape
             weights[leaf.tensor, leaf.view] = _weight(
-                reader, leaf.path, name, leaf.tensor, shape, float_dtype
+                reader, leaf.path, name, leaf.tensor, leaf.view, float_dtype
             )
         names.add(name)
     if not weights:
@@ -175,20 +182,19 @@ def _weight(
     path: str,
     name: str,
     stored: str,
-    shape: tuple[int, ...] | None,
+    view: View | None,
     float_dtype: str | None,
 ) -> HeldBox:
     tensor = reader.index.tensors[stored]
     dtype = tensor.dtype
-    packed = dtype == "float4_e2m1fn_x2"  # two numbers in each element
-    if float_dtype is not None and TORCH_DTYPES[dtype].is_floating_point and not packed:
+    is_packed = dtype == "float4_e2m1fn_x2"  # two numbers in each element
+    is_convertible = TORCH_DTYPES[dtype].is_floating_point and not is_packed
+    if float_dtype is not None and is_convertible:
         dtype = float_dtype
     if DTYPES[dtype].safetensors is None:
-        remedy = (
-            "a dtype to convert it to"
-            if TORCH_DTYPES[dtype].is_floating_point and not packed
-            else "another type"
-        )
+        remedy = "another type"
+        if is_convertible:
+            remedy = "a dtype to convert it to"
         raise CheckpointMismatchError(
             f"{reader.where}: {path} has dtype {dtype}, for which safetensors has no code; expected {remedy}"
         )
@@ -202,7 +208,9 @@ def _weight(
         raise CheckpointMismatchError(
             f"{reader.where}: {path} has a name that safetensors keeps for itself"
         )
-    shape = tensor.shape if shape is None else shape
+    shape = tensor.shape
+    if view is not None:
+        shape = view.shape
     return HeldBox(name=name, dtype=dtype, shape=shape, box=Box.of_shape(shape))
 
 
@@ -216,16 +224,14 @@ def _split(weights: _Weights, max_bytes: int) -> dict[str, _Weights]:
             used_bytes = 0
         files[-1][stored] = box
         used_bytes += box.size_bytes
-    count = len(files)
-    names = (
-        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-        if count > 1
-        else [WEIGHTS_FILE]
-    )
-    widest = [
-        sorted(file.items(), key=lambda item: -DTYPES[item[1].dtype].size_bytes) for file in files
-    ]
-    return dict(zip(names, map(dict, widest), strict=True))
+    named_files: dict[str, _Weights] = {}
+    for number, file in enumerate(files, start=1):
+        name = WEIGHTS_FILE
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        entries = sorted(file.items(), key=lambda item: -DTYPES[item[1].dtype].size_bytes)
+        named_files[name] = dict(entries)
+    return named_files
 
 
 def _write_all(
