@@ -94,6 +94,22 @@ def diffusion_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield server
 
 
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of gcore_llm's commands that has imported vLLM, too."""
+    with served("gcore_llm-vllm", tmp_path_factory.mktemp("vllm-logs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def vllm_forks(vllm_server: Server) -> Iterator[None]:
+    """Heavy processes, ranks of vLLM among them, are forks that have imported vLLM."""
+    del vllm_server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOCKET, str(Path(os.environ[SOCKET]).with_name("gcore_llm-vllm")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the folder that pytest is called in: a user's runs/default may be there."""

@@ -41,6 +41,7 @@ from gcore_rollout.weight_sync.digests import digest
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("vllm_forks"),
     *VLLM_IMPORT_WARNINGS,
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]

@@ -128,6 +128,11 @@ def _parent_file(folder: Path, pid: int) -> Path:
 def _run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that asks: with its files under the numbers that they have there."""
     _place(dict(zip(request["files"], files, strict=True)))
+    if "--multiprocessing-fork" in request["command"]:
+        import setproctitle
+
+        # A rank of vLLM has a title, for which the arguments are looked for next to the environment as it was.
+        setproctitle.getproctitle()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["command"][0] != "-c":
         # Ray ends the process group of a worker with it: that must not be the group of the tests.

@@ -35,8 +35,10 @@ class _NotForPeft:
 
 
 def _is_heavy(command: list[str]) -> bool:
-    """Whether a Python with these arguments is worth a fork: a worker of Ray or a fork server."""
+    """Whether a Python with these arguments is worth a fork: a worker of Ray, a fork server or a rank of vLLM."""
     match command:
+        case ["-c", _, "--multiprocessing-fork"]:
+            return os.environ["GCORE_TESTS_FORKS"].endswith("-vllm")
         case ["-c", code]:
             return code.startswith("from multiprocessing.forkserver import ")
         case [path, *_]:

@@ -313,7 +313,9 @@ def test_what_is_checked_elsewhere_is_checked_there(pattern: str) -> None:
         assert test in names_of_tests(ROOT / file)
     else:
         assert re.search(
-            rf"(^|step |\|\| step ){pattern}$", (ROOT / file).read_text(), flags=re.MULTILINE
+            rf"(^|step |\|\| step ){pattern}( --durations=\d+)?$",
+            (ROOT / file).read_text(),
+            flags=re.MULTILINE,
         )
 
 
