@@ -12,7 +12,9 @@ import select
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
+from typing import cast
 
 from forks import SOCKET, Forks
 
@@ -100,10 +102,14 @@ def import_vllm() -> None:
 
 
 def serve() -> None:
+    # Warnings of what a fork finds imported would be seen by no test.
+    warnings.simplefilter("error")
+    error = warnings.filters[0]
     if APP == "gcore_llm":
         import_reasoning_gym()
     for module in HEAVY[APP]:
         importlib.import_module(module)
+    cast(list[object], warnings.filters).remove(error)
     if sys.argv[1].endswith("-vllm"):
         import_vllm()
     signal.signal(

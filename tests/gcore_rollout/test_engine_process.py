@@ -19,6 +19,7 @@ import pytest_asyncio
 import torch
 from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
 from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
+from forks import SOCKET
 
 from gcore_rollout import (
     PRELOAD_VLLM,
@@ -56,6 +57,14 @@ async def slow() -> AsyncIterator[EngineProcess]:
     engine = await start(make_slow_engine)
     yield engine
     await engine.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_forks() -> Iterator[None]:
+    """Fork servers are killed here, and the end of a fork would be noticed a moment later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SOCKET)
+        yield
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -13,11 +13,14 @@ import signal
 import socket
 import struct
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 SOCKET = "GCORE_TESTS_FORKS"
 """The variable with the path of the server's socket; next to it, `parent_of` finds whose place a fork has."""
+FORK = ("-X", "fork")
+"""Options of a Python whose program is to run in a fork."""
 
 
 def run_in_a_fork(command: list[str]) -> None:
@@ -137,10 +140,16 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     if request["command"][0] != "-c":
         # Ray ends the process group of a worker with it: that must not be the group of the tests.
         os.setpgid(0, 0)
+    _have_parent(request["parent"])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     flag, *rest = request["command"]
+    if (flag, *rest[:1]) == FORK:
+        flag, *rest = rest[1:]
+    if flag == "-W":
+        warnings._processoptions(rest[:1])  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
+        flag, *rest = rest[1:]
     code = 1
     try:
         if flag == "-c":
@@ -161,6 +170,17 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _have_parent(parent: int) -> None:
+    """Answer with the parent of the process that asks; a child of this one has its own."""
+    pid = os.getpid()
+    getppid = os.getppid
+
+    def get_parent() -> int:
+        return parent if os.getpid() == pid else getppid()
+
+    os.getppid = get_parent
 
 
 def _place(file_of: dict[int, int]) -> None:
