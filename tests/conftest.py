@@ -45,6 +45,7 @@ LONGEST_FIRST = (
     "gcore_rollout/test_engines.py",
     "apps/gcore_diffusion/test_diffusion.py",
     "workspace/test_readmes.py",
+    "apps/test_examples.py",
     "apps/gcore_llm/test_learner_ranks.py",
     "apps/gcore_llm/test_on_ray.py",
     "apps/gcore_llm/test_cluster_failures.py",

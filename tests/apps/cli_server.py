@@ -120,11 +120,7 @@ def serve() -> None:
     commands: set[int] = set()
     while True:
         sources = forks.sources()
-        # The end of a fork wakes nothing: poll while there are forks, whose connections follow the listener.
-        ready, _, _ = select.select(
-            [sys.stdin, *sources], [], [], 0.1 if len(sources) > 1 else None
-        )
-        forks.reap()
+        ready, _, _ = select.select([sys.stdin, *sources], [], [])
         for source in sources:
             if source in ready:
                 forks.handle(source)

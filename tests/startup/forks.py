@@ -1,7 +1,8 @@
 """Processes of a test as forks of one that has imported torch and transformers, which takes 5 CPU seconds or more.
 
-Ray starts a process for each of its workers, and gcore a fork server for the engines and ranks of a run. Such a process
-asks the server of an app's commands, `tests/apps/cli_server.py`, for a fork that runs in its place, and ends with it.
+Ray starts a process for each of its workers, vLLM for each of its ranks, and gcore fork servers for the engines, ranks
+and rewards of a run. Such a process, or one that a test starts with `FORK`, asks the server of an app's commands,
+`tests/apps/cli_server.py`, for a fork that runs in its place, and ends with it.
 """
 
 import contextlib
@@ -70,37 +71,40 @@ class Forks:
         self._listener.bind(str(path))
         self._listener.listen(64)
         self._connections: dict[int, socket.socket] = {}
+        """By a descriptor of the fork, which can be read when that has ended."""
 
-    def sources(self) -> list[socket.socket]:
+    def sources(self) -> list[int | socket.socket]:
         """Return what to wait for: one that can be read goes to `handle`."""
-        return [self._listener, *self._connections.values()]
+        return [self._listener, *self._connections, *self._connections.values()]
 
-    def handle(self, source: socket.socket) -> None:
-        """Start a fork, or end the one whose place in the tree of processes is gone."""
+    def handle(self, source: int | socket.socket) -> None:
+        """Start a fork, end the one whose place in the tree of processes is gone, or report that it has ended."""
         if source is self._listener:
             connection, _ = self._listener.accept()
             self._start(connection)
             return
-        for pid, connection in self._connections.items():
+        if isinstance(source, int):
+            self._report(source)
+            return
+        for pidfd, connection in self._connections.items():
             if connection is source:
-                os.kill(pid, signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Report the forks that have ended."""
-        for pid, connection in list(self._connections.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                continue
-            _parent_file(self._folder, pid).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-            connection.close()
-            del self._connections[pid]
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Close what a fork does not need."""
-        for source in self.sources():
-            source.close()
+        self._listener.close()
+        for pidfd, connection in self._connections.items():
+            os.close(pidfd)
+            connection.close()
+
+    def _report(self, pidfd: int) -> None:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        assert ended is not None
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        _parent_file(self._folder, ended.si_pid).unlink(missing_ok=True)
+        with self._connections.pop(pidfd) as connection, contextlib.suppress(OSError):
+            connection.sendall(f"{code}\n".encode())
+        os.close(pidfd)
 
     def _start(self, connection: socket.socket) -> None:
         _, files, _, _ = socket.recv_fds(connection, 1, 64)
@@ -113,7 +117,7 @@ class Forks:
             _run(request, files)
         for fd in files:
             os.close(fd)
-        self._connections[pid] = connection
+        self._connections[os.pidfd_open(pid)] = connection
 
 
 def parent_of(pid: int) -> int | None:
