@@ -111,6 +111,14 @@ def vllm_forks(vllm_server: Server) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def no_forks() -> Iterator[None]:
+    """Every process of this file's tests is started by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SOCKET)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the folder that pytest is called in: a user's runs/default may be there."""

@@ -19,7 +19,6 @@ import pytest_asyncio
 import torch
 from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
 from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
-from forks import SOCKET
 
 from gcore_rollout import (
     PRELOAD_VLLM,
@@ -35,7 +34,12 @@ from gcore_rollout import (
 )
 from gcore_rollout.engines.remote.fork_server import Channel
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    # Fork servers are killed here, and the end of a fork is noticed a moment later.
+    pytest.mark.usefixtures("no_forks"),
+]
 
 # All engines here come from one server: what they need is imported once.
 start = partial(EngineProcess.start, preload=(*PRELOAD_VLLM, "fake_engine"))
@@ -57,14 +61,6 @@ async def slow() -> AsyncIterator[EngineProcess]:
     engine = await start(make_slow_engine)
     yield engine
     await engine.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_forks() -> Iterator[None]:
-    """Fork servers are killed here, and the end of a fork would be noticed a moment later."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(SOCKET)
-        yield
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

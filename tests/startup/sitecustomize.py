@@ -41,10 +41,7 @@ class _NotForPeft:
 
 
 def _is_heavy(command: list[str]) -> bool:
-    """Whether a Python with these arguments is worth a fork: a worker of Ray, a fork server or a rank of vLLM.
-
-    Or a test asks for one, by `forks.FORK`.
-    """
+    """Whether a fork takes its place: a worker of Ray, a fork server, a rank of vLLM, or what a test asks one for."""
     match command:
         case ["-X", "fork", *_]:
             return True
