@@ -45,6 +45,7 @@ LONGEST_FIRST = (
     "gcore_rollout/test_engines.py",
     "apps/gcore_diffusion/test_diffusion.py",
     "workspace/test_readmes.py",
+    "apps/test_examples.py",
     "apps/gcore_llm/test_learner_ranks.py",
     "apps/gcore_llm/test_on_ray.py",
     "apps/gcore_llm/test_cluster_failures.py",
@@ -92,6 +93,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def diffusion_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with served("gcore_diffusion", tmp_path_factory.mktemp("diffusion-logs")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of gcore_llm's commands that has imported vLLM, too."""
+    with served("gcore_llm-vllm", tmp_path_factory.mktemp("vllm-logs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def vllm_forks(vllm_server: Server) -> Iterator[None]:
+    """Heavy processes, ranks of vLLM among them, are forks that have imported vLLM."""
+    del vllm_server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOCKET, str(Path(os.environ[SOCKET]).with_name("gcore_llm-vllm")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_forks() -> Iterator[None]:
+    """Every process of this file's tests is started by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SOCKET)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,14 @@ import select
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
+from typing import cast
 
 from forks import SOCKET, Forks
 
 from gcore_rollout import import_reasoning_gym
+from gcore_rollout.engines.vllm import process
 
 HEAVY = {
     "gcore_llm": (
@@ -38,7 +41,18 @@ HEAVY = {
         "torch.utils.tensorboard",
     ),
 }
-APP = sys.argv[1]
+VLLM = (
+    "vllm.engine.arg_utils",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What an engine of vLLM and its ranks import, in a server whose name ends with "-vllm".
+
+Not Ray, which reads the environment of its process when it is imported.
+"""
+APP = sys.argv[1].removesuffix("-vllm")
 
 
 def run(argv: list[str]) -> int:
@@ -75,11 +89,29 @@ def reap(commands: set[int]) -> None:
         commands.discard(ended)
 
 
+def import_vllm() -> None:
+    """As its engine does, which also keeps this process as it was."""
+    environment = dict(os.environ)
+    process.set_environment()
+    with process.keep_process_state(), process.compilation(is_off=True):
+        for module in VLLM:
+            importlib.import_module(module)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment.items() - os.environ.items())
+
+
 def serve() -> None:
+    # Warnings of what a fork finds imported would be seen by no test.
+    warnings.simplefilter("error")
+    error = warnings.filters[0]
     if APP == "gcore_llm":
         import_reasoning_gym()
     for module in HEAVY[APP]:
         importlib.import_module(module)
+    cast(list[object], warnings.filters).remove(error)
+    if sys.argv[1].endswith("-vllm"):
+        import_vllm()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is pytest's to handle, which then closes stdin
@@ -88,11 +120,7 @@ def serve() -> None:
     commands: set[int] = set()
     while True:
         sources = forks.sources()
-        # The end of a fork wakes nothing: poll while there are forks, whose connections follow the listener.
-        ready, _, _ = select.select(
-            [sys.stdin, *sources], [], [], 0.1 if len(sources) > 1 else None
-        )
-        forks.reap()
+        ready, _, _ = select.select([sys.stdin, *sources], [], [])
         for source in sources:
             if source in ready:
                 forks.handle(source)

@@ -14,6 +14,12 @@ def cli(server: Server, tmp_path: Path) -> Cli:
     return Cli(server, tmp_path)
 
 
+@pytest.fixture
+def vllm_cli(vllm_server: Server, tmp_path: Path) -> Cli:
+    """For runs with engines of vLLM."""
+    return Cli(vllm_server, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def shared_cli(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cli:
     """For runs that several tests of a file look at."""

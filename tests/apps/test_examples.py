@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import step_rows
+from forks import FORK
 
 from gcore_llm import TrainConfig, train
 from gcore_llm.cli import parse_train
@@ -25,7 +26,8 @@ NAMES = ("checkpoints", "my_advantage", "my_loop", "my_loss", "simulator")
 
 def run(name: str, folder: Path) -> str:
     """Return what an example prints; it may leave nothing behind."""
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", EXAMPLES / f"{name}.py"]
+    warnings = ("-W", "error::DeprecationWarning:__main__")
+    command = [sys.executable, *FORK, *warnings, EXAMPLES / f"{name}.py"]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=900, check=False
     )
@@ -91,6 +93,7 @@ def check_simulator(printed: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(
     ("name", "check"),
     [("my_loop", check_loop), ("checkpoints", check_checkpoints), ("simulator", check_simulator)],
@@ -100,6 +103,7 @@ def test_a_quick_example_runs(name: str, check: Callable[[str], None], tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("name", ["my_loss", "my_advantage"])
 def test_an_example_that_trains_learns(name: str, tmp_path: Path) -> None:
     (greedy_before, greedy_after), (before, after) = accuracies(run(name, tmp_path))

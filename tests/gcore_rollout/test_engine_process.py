@@ -34,7 +34,12 @@ from gcore_rollout import (
 from gcore_rollout.engines.registry import PRELOAD_VLLM
 from gcore_rollout.engines.remote.fork_server import Channel
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    # Fork servers are killed here, and the end of a fork is noticed a moment later.
+    pytest.mark.usefixtures("no_forks"),
+]
 
 # All engines here come from one server: what they need is imported once.
 start = partial(EngineProcess.start, preload=(*PRELOAD_VLLM, "fake_engine"))

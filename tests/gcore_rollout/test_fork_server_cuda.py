@@ -14,7 +14,11 @@ from looks_for_cuda import report
 from gcore_rollout import PRELOAD_DIFFUSERS, EngineProcess, RolloutError
 from gcore_rollout.engines.registry import PRELOAD_HF, PRELOAD_VLLM
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    # A fork would look for CUDA in the libraries of the process that it comes from.
+    pytest.mark.usefixtures("no_forks"),
+]
 
 NVML = """
 int nvmlInit(void) { return 0; }

@@ -42,6 +42,7 @@ from gcore_rollout.weight_sync.layout import group_into_buckets
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("vllm_forks"),
     *VLLM_IMPORT_WARNINGS,
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]

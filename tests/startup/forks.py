@@ -1,7 +1,8 @@
 """Processes of a test as forks of one that has imported torch and transformers, which takes 5 CPU seconds or more.
 
-Ray starts a process for each of its workers, and gcore a fork server for the engines and ranks of a run. Such a process
-asks the server of an app's commands, `tests/apps/cli_server.py`, for a fork that runs in its place, and ends with it.
+Ray starts a process for each of its workers, vLLM for each of its ranks, and gcore fork servers for the engines, ranks
+and rewards of a run. Such a process, or one that a test starts with `FORK`, asks the server of an app's commands,
+`tests/apps/cli_server.py`, for a fork that runs in its place, and ends with it.
 """
 
 import contextlib
@@ -13,11 +14,14 @@ import signal
 import socket
 import struct
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 SOCKET = "GCORE_TESTS_FORKS"
 """The variable with the path of the server's socket; next to it, `parent_of` finds whose place a fork has."""
+FORK = ("-X", "fork")
+"""Options of a Python whose program is to run in a fork."""
 
 
 def run_in_a_fork(command: list[str]) -> None:
@@ -67,37 +71,40 @@ class Forks:
         self._listener.bind(str(path))
         self._listener.listen(64)
         self._connections: dict[int, socket.socket] = {}
+        """By a descriptor of the fork, which can be read when that has ended."""
 
-    def sources(self) -> list[socket.socket]:
+    def sources(self) -> list[int | socket.socket]:
         """Return what to wait for: one that can be read goes to `handle`."""
-        return [self._listener, *self._connections.values()]
+        return [self._listener, *self._connections, *self._connections.values()]
 
-    def handle(self, source: socket.socket) -> None:
-        """Start a fork, or end the one whose place in the tree of processes is gone."""
+    def handle(self, source: int | socket.socket) -> None:
+        """Start a fork, end the one whose place in the tree of processes is gone, or report that it has ended."""
         if source is self._listener:
             connection, _ = self._listener.accept()
             self._start(connection)
             return
-        for pid, connection in self._connections.items():
+        if isinstance(source, int):
+            self._report(source)
+            return
+        for pidfd, connection in self._connections.items():
             if connection is source:
-                os.kill(pid, signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Report the forks that have ended."""
-        for pid, connection in list(self._connections.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                continue
-            _parent_file(self._folder, pid).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-            connection.close()
-            del self._connections[pid]
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Close what a fork does not need."""
-        for source in self.sources():
-            source.close()
+        self._listener.close()
+        for pidfd, connection in self._connections.items():
+            os.close(pidfd)
+            connection.close()
+
+    def _report(self, pidfd: int) -> None:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        assert ended is not None
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        _parent_file(self._folder, ended.si_pid).unlink(missing_ok=True)
+        with self._connections.pop(pidfd) as connection, contextlib.suppress(OSError):
+            connection.sendall(f"{code}\n".encode())
+        os.close(pidfd)
 
     def _start(self, connection: socket.socket) -> None:
         _, files, _, _ = socket.recv_fds(connection, 1, 64)
@@ -110,7 +117,7 @@ class Forks:
             _run(request, files)
         for fd in files:
             os.close(fd)
-        self._connections[pid] = connection
+        self._connections[os.pidfd_open(pid)] = connection
 
 
 def parent_of(pid: int) -> int | None:
@@ -128,14 +135,25 @@ def _parent_file(folder: Path, pid: int) -> Path:
 def _run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that asks: with its files under the numbers that they have there."""
     _place(dict(zip(request["files"], files, strict=True)))
+    if "--multiprocessing-fork" in request["command"]:
+        import setproctitle
+
+        # A rank of vLLM has a title, for which the arguments are looked for next to the environment as it was.
+        setproctitle.getproctitle()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["command"][0] != "-c":
         # Ray ends the process group of a worker with it: that must not be the group of the tests.
         os.setpgid(0, 0)
+    _have_parent(request["parent"])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     flag, *rest = request["command"]
+    if (flag, *rest[:1]) == FORK:
+        flag, *rest = rest[1:]
+    if flag == "-W":
+        warnings._processoptions(rest[:1])  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
+        flag, *rest = rest[1:]
     code = 1
     try:
         if flag == "-c":
@@ -156,6 +174,17 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _have_parent(parent: int) -> None:
+    """Answer with the parent of the process that asks; a child of this one has its own."""
+    pid = os.getpid()
+    getppid = os.getppid
+
+    def get_parent() -> int:
+        return parent if os.getpid() == pid else getppid()
+
+    os.getppid = get_parent
 
 
 def _place(file_of: dict[int, int]) -> None:

@@ -21,6 +21,12 @@ def _find_without_extras(name: str, package: str | None = None) -> ModuleSpec | 
     return None if name in _UNSEEN else _find_spec(name, package)
 
 
+_FORK_SERVERS = (
+    "from multiprocessing.forkserver import main;",
+    "from gcore_rollout.engines.remote.fork_server import serve;",
+)
+
+
 class _NotForPeft:
     """Lets peft, and so diffusers, do without bitsandbytes, whose import takes 3 CPU seconds."""
 
@@ -35,10 +41,14 @@ class _NotForPeft:
 
 
 def _is_heavy(command: list[str]) -> bool:
-    """Whether a Python with these arguments is worth a fork: a worker of Ray or a fork server."""
+    """Whether a fork takes its place: a worker of Ray, a fork server, a rank of vLLM, or what a test asks one for."""
     match command:
+        case ["-X", "fork", *_]:
+            return True
+        case ["-c", _, "--multiprocessing-fork"]:
+            return os.environ["GCORE_TESTS_FORKS"].endswith("-vllm")
         case ["-c", code]:
-            return code.startswith("from multiprocessing.forkserver import ")
+            return any(server in code for server in _FORK_SERVERS)
         case [path, *_]:
             return path.endswith("/default_worker.py")
         case _:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, Server
+from forks import FORK
 from house import DOCUMENTS, READMES, ROOT, fenced_blocks, names_of_tests, relative
 
 READ_ON = (
@@ -243,13 +244,14 @@ def first_path(group: list[Path]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", list(examples()), ids=lambda e: e.where)
+@pytest.mark.usefixtures("server")
 def test_python_examples_run(example: Example, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(example.code)
     folder = tmp_path / "empty"
     folder.mkdir()
     result = subprocess.run(
-        [sys.executable, "-W", "default", script],
+        [sys.executable, *FORK, "-W", "default", script],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -313,7 +315,9 @@ def test_what_is_checked_elsewhere_is_checked_there(pattern: str) -> None:
         assert test in names_of_tests(ROOT / file)
     else:
         assert re.search(
-            rf"(^|step |\|\| step ){pattern}$", (ROOT / file).read_text(), flags=re.MULTILINE
+            rf"(^|step |\|\| step ){pattern}( --durations=\d+)?$",
+            (ROOT / file).read_text(),
+            flags=re.MULTILINE,
         )
 
 

@@ -21,8 +21,9 @@ MEGATRON = ["--trainer.backend", "megatron", "--trainer.parallel.tensor-model-pa
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(vllm_forks: None) -> Iterator[Cluster]:
     """Two nodes; the first one stays."""
+    del vllm_forks
     cluster = Cluster()
     cluster.add_node(include_dashboard=False, **NODE)
     cluster.add_node(**NODE)
@@ -30,6 +31,11 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture
+def cli(vllm_cli: Cli) -> Cli:
+    return vllm_cli
 
 
 class Watched:
