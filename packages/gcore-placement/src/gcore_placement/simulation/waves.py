@@ -273,26 +273,6 @@ def run_waves(
     return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
 
 
-def least_seconds(
-    costs: JobCosts, waves: Sequence[TraceWave], partition: Partition, judging_W: Floats
-) -> Floats:
-    """Return lower bounds of the seconds of waves on a partition, by simulating only generation: [W].
-
-    Args:
-        judging_W: least seconds of a wave's judgements on all judges together, once all responses are there.
-    """
-    bounds: list[float] = []
-    for chunk in _chunks(costs, waves, partition):
-        responses = policy_requests(chunk, partition.replicas[0])
-        generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
-        starts = wave_starts(chunk)
-        alone_Q = _judged_alone_s(reward_costs(costs), *_judgements(chunk))
-        first_W = np.minimum.reduceat(generated.finish, starts)
-        judged_W = np.maximum.reduceat(generated.finish + alone_Q, starts)
-        bounds += np.maximum(first_W + judging_W[len(bounds) :][: len(chunk)], judged_W).tolist()
-    return np.array(bounds)
-
-
 def _judged_alone_s(costs: EngineCosts, read_Q: Floats, length_Q: Floats) -> Floats:
     """Return the seconds of judgements that have a replica each to themselves: [Q]."""
     return (
