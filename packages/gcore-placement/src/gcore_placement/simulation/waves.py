@@ -66,8 +66,8 @@ def context_tokens(requests: Requests) -> Floats:
     return requests.context * requests.length + requests.length**2 / 2
 
 
-_MAX_SLOTS = 4_000_000
-"""Most running sequences to simulate at once, which bounds the memory."""
+_MAX_SEQUENCES = 4_000_000
+"""Most responses to simulate at once, which bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def simulate_waves(
     policy = costs.policy
     reward = reward_costs(costs)
     replicas = _replicas(costs, layout)
-    for chunk in _chunks(costs, waves, layout):
+    for chunk in _chunks(waves):
         late = (0, 0)
         if before is not None and not outcomes:
             late = (max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1]))
@@ -229,21 +229,18 @@ def simulate_waves(
 
 def _loan_device_s(loans: Sequence[EngineLoan], until_s: float) -> tuple[float, float]:
     """Return the device-seconds of loans up to a time: on their way to judging, and judging."""
-    moving = sum(loan.num_devices * loan.moving_s(until_s) for loan in loans)
-    lent = sum(loan.num_devices * loan.lent_s(until_s) for loan in loans)
+    moving = 0.0
+    lent = 0.0
+    for loan in loans:
+        moving += loan.num_devices * max(0.0, min(loan.arrive_s, until_s) - loan.start_s)
+        lent += loan.num_devices * max(0.0, until_s - loan.arrive_s)
     return moving, lent
 
 
-def _chunks(
-    costs: JobCosts, waves: Sequence[TraceWave], layout: Partition | int
-) -> Iterator[Sequence[TraceWave]]:
+def _chunks(waves: Sequence[TraceWave]) -> Iterator[Sequence[TraceWave]]:
     """Yield as many waves as may be simulated at once."""
     largest = max(wave.response_length.size for wave in waves)
-    engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, layout), strict=True)
-    slots = max(
-        number * min(engine.max_num_seqs, -(-largest // number)) for engine, number in engines
-    )
-    at_once = max(1, _MAX_SLOTS // slots)
+    at_once = max(1, _MAX_SEQUENCES // largest)
     for first in range(0, len(waves), at_once):
         yield waves[first : first + at_once]
 
@@ -308,8 +305,9 @@ def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) 
 def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     """Return the busy seconds of each wave's replicas up to a moment, summed: [W]."""
     # Lent replicas are numbered after all others.
-    wave_I = np.minimum(run.busy_replica // replicas_per_wave, len(until_W) - 1)
-    seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
+    replica_I, from_I, to_I = run.busy
+    wave_I = np.minimum(replica_I // replicas_per_wave, len(until_W) - 1)
+    seconds_I = np.maximum(np.minimum(to_I, until_W[wave_I]) - from_I, 0.0)
     return np.asarray(
         np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64
     )
