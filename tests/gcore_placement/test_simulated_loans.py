@@ -25,8 +25,7 @@ def test_a_jump_costs_less_where_engines_that_are_done_judge(policy_devices: int
     assert helped.seconds - best.seconds < 0.6 * (alone.seconds - best.seconds)
     assert helped.lent_devices > 0
     assert sum(helped.device_s.values()) == pytest.approx(64 * helped.seconds, rel=1e-12)
-    # The same is generated and judged, and one engine of the policy stays.
-    assert helped.policy_work == alone.policy_work
+    # One engine of the policy stays.
     assert sum(helped.replicas) == sum(partition.replicas)
     assert 1 <= helped.replicas[0] < partition.replicas[0]
 
@@ -59,7 +58,7 @@ def test_no_engine_is_lent_where_judges_keep_up() -> None:
 def test_a_wave_with_loans_tells_the_work_of_its_judge() -> None:
     """The correction of exact costs is about 1, with any engines as judges."""
     (helped,) = simulate_waves(COSTS, [JUMP], SIMULATOR.space.nearest(56), lends=True)
-    _, reward = wave_loads(COSTS, helped)
+    _, reward = wave_loads(COSTS, JUMP, helped)
     assert reward.correction(8, 1.0) == pytest.approx(1.0, rel=0.35)
 
 

@@ -16,6 +16,7 @@ from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad,
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
     WaveOutcome,
+    engine_works,
     reward_costs,
     simulate_waves,
 )
@@ -50,10 +51,13 @@ class SimulatedStep:
     """Devices of the policy that judged within each wave, on average over it."""
 
 
-def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
+def wave_loads(
+    believed: JobCosts, sampled: TraceWave, wave: WaveOutcome
+) -> tuple[RoleLoad, RoleLoad]:
     """Return the loads of policy and reward that a live run would observe, with `believed` as its costs."""
-    policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
-    reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
+    policy, reward = engine_works(sampled)
+    policy_work, policy_floor_s = engine_load(believed.policy, policy)
+    reward_work, reward_floor_s = engine_load(reward_costs(believed), reward)
     # Replicas that start late end late, whatever their work.
     was_late = wave.late_s > 0
     return (
@@ -246,7 +250,7 @@ class Simulator:
             outcomes.append(outcome)
             partitions.append(partition)
             is_within_step = number + 1 not in self._end
-            loads = wave_loads(believed or self.costs, outcome)
+            loads = wave_loads(believed or self.costs, wave, outcome)
             policy.observe(*loads, size=len(wave.prompt_length), is_within_step=is_within_step)
         return self._run("dynamic", outcomes, partitions)
 
