@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gcore_placement.costs import JobCosts, training_seconds
+from gcore_placement.costs import JobCosts
 from gcore_placement.errors import refusal
+from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.config import DynamicPartitionConfig
 from gcore_placement.partition.dynamic_partition import DynamicPartition
@@ -168,8 +169,8 @@ class Simulator:
         for step in range(trace.num_steps):
             self._waves.extend(trace.waves(step))
             self._end.append(len(self._waves))
-        self._known: dict[tuple[int, int], WaveOutcome] = {}
-        """Outcomes of a wave on a partition without moves."""
+        self._known: dict[int, list[WaveOutcome]] = {}
+        """Outcomes of all waves, by the index of a partition."""
 
     def run(self, strategy: Strategy) -> StrategyRun:
         """Simulate a planned strategy; split is the best split."""
@@ -241,10 +242,7 @@ class Simulator:
                 (outcome,) = simulate_waves(self.costs, [wave], partition, **moves)
                 self._progress(1)
             else:
-                index = self.space.index(partition)
-                # The rest of its step is simulated with it.
-                self._simulate(range(number, next(end for end in self._end if end > number)), index)
-                outcome = self._known[number, index]
+                outcome = self._outcomes(self.space.index(partition))[number]
             if lends and outcome.queued_until_s > outcome.spare_s:
                 (outcome,) = simulate_waves(self.costs, [wave], partition, lends=True, **moves)
             outcomes.append(outcome)
@@ -256,12 +254,7 @@ class Simulator:
 
     def _run_partitions(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
         """Combine the waves, each on the partition with the index that is chosen for it."""
-        waves_by_index: dict[int, list[int]] = {}
-        for wave, index in enumerate(chosen):
-            waves_by_index.setdefault(index, []).append(wave)
-        for index, waves in waves_by_index.items():
-            self._simulate(waves, index)
-        outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
+        outcomes = [self._outcomes(index)[wave] for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
 
     def _run(
@@ -325,25 +318,21 @@ class Simulator:
             lent_devices=tuple(wave.lent_devices for wave in waves),
         )
 
-    def _simulate(self, waves: Iterable[int], index: int) -> None:
-        """Simulate those of the waves on a partition that are not yet simulated, all at once."""
-        unknown = [wave for wave in waves if (wave, index) not in self._known]
-        if not unknown:
-            return
-        partition = self.space.partitions[index]
-        outcomes = simulate_waves(self.costs, [self._waves[wave] for wave in unknown], partition)
-        for wave, outcome in zip(unknown, outcomes, strict=True):
-            self._known[wave, index] = outcome
-        self._progress(len(unknown))
+    def _outcomes(self, index: int) -> list[WaveOutcome]:
+        """Return the outcomes of all waves on a partition, without moves."""
+        if index not in self._known:
+            partition = self.space.partitions[index]
+            self._known[index] = simulate_waves(self.costs, self._waves, partition)
+            self._progress(len(self._waves))
+        return self._known[index]
 
     @cached_property
     def _wave_s(self) -> Floats:
         """[num_waves, num_partitions] seconds of each wave on each partition, without moves."""
         columns: list[list[float]] = []
         for index in range(len(self.space.partitions)):
-            waves = range(len(self._waves))
-            self._simulate(waves, index)
-            columns.append([self._known[wave, index].seconds for wave in waves])
+            outcomes = self._outcomes(index)
+            columns.append([outcome.seconds for outcome in outcomes])
         return np.array(columns).T
 
 

@@ -23,6 +23,7 @@ from gcore_placement import (
     TraceRecipe,
     compare,
 )
+from gcore_placement.costs import times
 from gcore_placement.simulation.scenarios import (
     JOBS,
     PUBLISHED,
@@ -236,13 +237,4 @@ def _measure_gains(errors: Sequence[float], num_steps: int, seed: int) -> list[t
 
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
     """Return costs whose judge takes ``error`` times as long."""
-    judge = costs.reward
-    assert judge is not None
-    judge = replace(
-        judge,
-        decode_base_s=judge.decode_base_s * error,
-        decode_per_sequence_s=judge.decode_per_sequence_s * error,
-        decode_per_context_token_s=judge.decode_per_context_token_s * error,
-        prefill_per_token_s=judge.prefill_per_token_s * error,
-    )
-    return replace(costs, reward=judge)
+    return replace(costs, reward=times(costs.reward, error))
