@@ -123,8 +123,8 @@ class _Batch:
         """Decoding steps since the replica was last idle."""
         self._held = np.zeros(num_replicas)
         """Tokens that running sequences hold."""
-        self._running = np.zeros(num_replicas)
-        """Running sequences."""
+        self._running = np.zeros(num_replicas, dtype=np.intp)
+        """Running sequences, in a replica's first slots."""
         self._freed = np.zeros(num_replicas)
         """Seconds at which a sequence last ended on a full replica."""
         self._slot_end = np.full((num_replicas, self._num_slots), np.inf)
@@ -142,7 +142,7 @@ class _Batch:
                 break
             first_end = self._slot_end[np.arange(len(self._first)), self._first]
             to_end = np.where(is_running, first_end - self._steps, 0.0)
-            duration = self._costs.decode_s(to_end, self._running, self._held)
+            duration = self._costs.decode_s(to_end, self._running.astype(np.float64), self._held)
             arrival = np.where(has_next, self._arrival[self._next], np.inf)
             # A request that arrives just as another ends comes second, and takes its place.
             # Nor does a request that waits delay others that end at the very step at which its place becomes free.
@@ -173,8 +173,12 @@ class _Batch:
         full = replicas[self._running[replicas] == self._num_slots]
         self._freed[full] = self._time[full]
         self._running[replicas] -= 1
-        self._slot_end[replicas, slot] = np.inf
-        self._first[replicas] = self._slot_end[replicas].argmin(axis=1)
+        # The last running sequence takes the free slot.
+        last = self._running[replicas]
+        self._slot_end[replicas, slot] = self._slot_end[replicas, last]
+        self._slot_item[replicas, slot] = self._slot_item[replicas, last]
+        self._slot_end[replicas, last] = np.inf
+        self._first[replicas] = self._slot_end[replicas, : int(last.max()) + 1].argmin(axis=1)
         # Small counts are exact ones.
         idle = replicas[self._running[replicas] == 0]
         self._steps[idle] = 0.0
@@ -183,7 +187,7 @@ class _Batch:
     def _start_sequences(self, replicas: Ints, arrival: Floats) -> None:
         item = self._next[replicas]
         time = self._time[replicas]
-        running = self._running[replicas]
+        running = self._running[replicas].astype(np.float64)
         held_tokens = self._held[replicas]
         begin = np.maximum(time, arrival)
         steps = np.zeros_like(time)
@@ -195,9 +199,11 @@ class _Batch:
         self._held[replicas] = held_tokens + running * steps + self._context[item]
         self._start[item] = np.maximum(self._freed[replicas], arrival)
         self._time[replicas] = begin + self._prefill_s[item]
-        slot = self._slot_end[replicas].argmax(axis=1)
-        self._slot_end[replicas, slot] = self._steps[replicas] + self._length[item]
+        slot = self._running[replicas]
+        end = self._steps[replicas] + self._length[item]
+        is_first = end < self._slot_end[replicas, self._first[replicas]]
+        self._first[replicas[is_first]] = slot[is_first]
+        self._slot_end[replicas, slot] = end
         self._slot_item[replicas, slot] = item
-        self._first[replicas] = self._slot_end[replicas].argmin(axis=1)
         self._running[replicas] += 1
         self._next[replicas] += 1

@@ -14,10 +14,11 @@ from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.config import DynamicPartitionConfig
 from gcore_placement.partition.dynamic_partition import DynamicPartition
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
-from gcore_placement.quantities import Floats
+from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.waves import (
     WaveOutcome,
     engine_works,
+    least_seconds,
     reward_costs,
     simulate_waves,
 )
@@ -169,8 +170,8 @@ class Simulator:
         for step in range(trace.num_steps):
             self._waves.extend(trace.waves(step))
             self._end.append(len(self._waves))
-        self._known: dict[int, list[WaveOutcome]] = {}
-        """Outcomes of all waves, by the index of a partition."""
+        self._known: dict[tuple[int, int], WaveOutcome] = {}
+        """Outcomes of a wave on a partition without moves."""
 
     def run(self, strategy: Strategy) -> StrategyRun:
         """Simulate a planned strategy; split is the best split."""
@@ -187,19 +188,20 @@ class Simulator:
 
     def split(self, partition: Partition) -> StrategyRun:
         """Simulate split: the same partition in each wave."""
-        return self._run_partitions("split", [self.space.index(partition)] * len(self._waves))
+        index = self.space.index(partition)
+        self._simulate(range(len(self._waves)), index)
+        return self._run_partitions("split", [index] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
         """Simulate the split that is fastest over the whole trace, chosen with hindsight."""
-        fastest = int(self._wave_s.sum(axis=0).argmin())
-        return self._run_partitions("split", [fastest] * len(self._waves))
+        return self._run_fastest("split", np.zeros(len(self._waves), dtype=np.intp))
 
     def clairvoyant(self) -> StrategyRun:
         """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
         No strategy that keeps to the space's partitions is faster in any wave. Loans within a wave do not keep to them.
         """
-        return self._run_partitions("clairvoyant", self._wave_s.argmin(axis=1).tolist())
+        return self._run_fastest("clairvoyant", np.arange(len(self._waves)))
 
     def dynamic(
         self,
@@ -242,7 +244,10 @@ class Simulator:
                 (outcome,) = simulate_waves(self.costs, [wave], partition, **moves)
                 self._progress(1)
             else:
-                outcome = self._outcomes(self.space.index(partition))[number]
+                index = self.space.index(partition)
+                # The rest of its step is simulated with it.
+                self._simulate(range(number, next(end for end in self._end if end > number)), index)
+                outcome = self._known[number, index]
             if lends and outcome.queued_until_s > outcome.spare_s:
                 (outcome,) = simulate_waves(self.costs, [wave], partition, lends=True, **moves)
             outcomes.append(outcome)
@@ -252,9 +257,30 @@ class Simulator:
             policy.observe(*loads, size=len(wave.prompt_length), is_within_step=is_within_step)
         return self._run("dynamic", outcomes, partitions)
 
+    def _run_fastest(self, strategy: str, group_W: Ints) -> StrategyRun:
+        """Run each group of waves, [W] by number, on the partition that is fastest for the group."""
+        starts_G = np.flatnonzero(np.diff(group_W, prepend=-1))
+        least_GP = np.add.reduceat(self._least_s, starts_G, axis=0)
+        fastest_G = np.full(len(starts_G), np.inf)
+        chosen_G = np.zeros(len(starts_G), dtype=np.intp)
+        # Each group tries its partitions in the order of their bounds, until these are above its fastest.
+        for index_G in least_GP.argsort(axis=1).T:
+            may_be_G = least_GP[np.arange(len(index_G)), index_G] < fastest_G
+            for index in set(index_G[may_be_G].tolist()):
+                is_tried_W = (may_be_G & (index_G == index))[group_W]
+                self._simulate(np.flatnonzero(is_tried_W).tolist(), index)
+            for group in np.flatnonzero(may_be_G).tolist():
+                index = int(index_G[group])
+                waves = np.flatnonzero(group_W == group).tolist()
+                seconds = sum(self._known[wave, index].seconds for wave in waves)
+                if seconds < fastest_G[group]:
+                    fastest_G[group] = seconds
+                    chosen_G[group] = index
+        return self._run_partitions(strategy, chosen_G[group_W].tolist())
+
     def _run_partitions(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
         """Combine the waves, each on the partition with the index that is chosen for it."""
-        outcomes = [self._outcomes(index)[wave] for wave, index in enumerate(chosen)]
+        outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
 
     def _run(
@@ -318,22 +344,23 @@ class Simulator:
             lent_devices=tuple(wave.lent_devices for wave in waves),
         )
 
-    def _outcomes(self, index: int) -> list[WaveOutcome]:
-        """Return the outcomes of all waves on a partition, without moves."""
-        if index not in self._known:
-            partition = self.space.partitions[index]
-            self._known[index] = simulate_waves(self.costs, self._waves, partition)
-            self._progress(len(self._waves))
-        return self._known[index]
+    def _simulate(self, waves: Iterable[int], index: int) -> None:
+        """Simulate those of the waves on a partition that are not yet simulated, all at once."""
+        unknown = [wave for wave in waves if (wave, index) not in self._known]
+        if not unknown:
+            return
+        partition = self.space.partitions[index]
+        outcomes = simulate_waves(self.costs, [self._waves[wave] for wave in unknown], partition)
+        for wave, outcome in zip(unknown, outcomes, strict=True):
+            self._known[wave, index] = outcome
+        self._progress(len(unknown))
 
     @cached_property
-    def _wave_s(self) -> Floats:
-        """[num_waves, num_partitions] seconds of each wave on each partition, without moves."""
-        columns: list[list[float]] = []
-        for index in range(len(self.space.partitions)):
-            outcomes = self._outcomes(index)
-            columns.append([outcome.seconds for outcome in outcomes])
-        return np.array(columns).T
+    def _least_s(self) -> Floats:
+        """[num_waves, num_partitions] lower bounds of each wave's seconds on each partition."""
+        partitions = self.space.partitions
+        bounds = [least_seconds(self.costs, self._waves, partition) for partition in partitions]
+        return np.stack(bounds, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Simulate waves of sampling: generated and judged side by side on a partition, or in turns on all devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gcore_placement.costs import EngineCosts, JobCosts
-from gcore_placement.partition.space import EngineWork, Partition
+from gcore_placement.partition.space import EngineWork, Partition, engine_load
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
 from gcore_placement.simulation.loans import EngineLoan, judge_with_loans, replicas_done_s
@@ -14,6 +14,8 @@ from gcore_placement.workload.traces import TraceWave
 
 _MAX_SEQUENCES = 4_000_000
 """Most responses to simulate at once, which bounds the memory."""
+_BOUND = 1 - 1e-9
+"""Factor that keeps lower bounds valid under rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +70,7 @@ def simulate_waves(
     policy = costs.policy
     reward = reward_costs(costs)
     replicas = _replicas(costs, layout)
-    at_once = max(1, _MAX_SEQUENCES // max(wave.response_length.size for wave in waves))
-    for first in range(0, len(waves), at_once):
-        chunk = waves[first : first + at_once]
+    for first, chunk in _chunks(waves):
         late = (0, 0)
         if before is not None and not first:
             late = (max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1]))
@@ -206,6 +206,13 @@ def _lent_s(loans: Sequence[EngineLoan], until_s: float) -> float:
     return sum(loan.num_devices * max(0.0, until_s - loan.arrive_s) for loan in loans)
 
 
+def _chunks(waves: Sequence[TraceWave]) -> Iterator[tuple[int, Sequence[TraceWave]]]:
+    """Yield as many waves as may be simulated at once, with the number of the first."""
+    at_once = max(1, _MAX_SEQUENCES // max(wave.response_length.size for wave in waves))
+    for first in range(0, len(waves), at_once):
+        yield first, waves[first : first + at_once]
+
+
 def run_waves(
     costs: JobCosts,
     waves: Sequence[TraceWave],
@@ -229,6 +236,28 @@ def run_waves(
     judgements = _judge_requests(waves, ready_Q, reward_replicas)
     _delay(judgements, reward_replicas, late[1], late_s)
     return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
+
+
+def least_seconds(costs: JobCosts, waves: Sequence[TraceWave], partition: Partition) -> Floats:
+    """Return lower bounds of the seconds of waves on a partition, by simulating generation alone: [W].
+
+    Judging starts with the first response, and takes all judges the time of its work; and no response is judged faster
+    than alone.
+    """
+    reward = reward_costs(costs)
+    bounds: list[float] = []
+    for _, chunk in _chunks(waves):
+        responses = _policy_requests(chunk, partition.replicas[0])
+        generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
+        judgements = _judge_requests(chunk, generated.finish, 1)
+        starts = wave_starts(chunk)
+        first_W = judgements.arrival[starts].tolist()
+        alone_Q = judgements.arrival + _judged_alone_s(reward, judgements)
+        alone_W = np.maximum.reduceat(alone_Q, starts).tolist()
+        for wave, first_s, alone_s in zip(chunk, first_W, alone_W, strict=True):
+            judging_device_s, _ = engine_load(reward, engine_works(wave)[1])
+            bounds.append(max(first_s + judging_device_s / partition.devices[1], alone_s) * _BOUND)
+    return np.array(bounds)
 
 
 def _policy_requests(waves: Sequence[TraceWave], num_replicas: int) -> Requests:
