@@ -259,23 +259,19 @@ class Simulator:
 
     def _run_fastest(self, strategy: str, group_W: Ints) -> StrategyRun:
         """Run each group of waves, [W] by number, on the partition that is fastest for the group."""
-        starts_G = np.flatnonzero(np.diff(group_W, prepend=-1))
-        least_GP = np.add.reduceat(self._least_s, starts_G, axis=0)
-        fastest_G = np.full(len(starts_G), np.inf)
-        chosen_G = np.zeros(len(starts_G), dtype=np.intp)
-        # Each group tries its partitions in the order of their bounds, until these are above its fastest.
-        for index_G in least_GP.argsort(axis=1).T:
-            may_be_G = least_GP[np.arange(len(index_G)), index_G] < fastest_G
-            for index in set(index_G[may_be_G].tolist()):
-                is_tried_W = (may_be_G & (index_G == index))[group_W]
-                self._simulate(np.flatnonzero(is_tried_W).tolist(), index)
-            for group in np.flatnonzero(may_be_G).tolist():
-                index = int(index_G[group])
-                waves = np.flatnonzero(group_W == group).tolist()
-                seconds = sum(self._known[wave, index].seconds for wave in waves)
-                if seconds < fastest_G[group]:
-                    fastest_G[group] = seconds
-                    chosen_G[group] = index
+        num_groups = int(group_W[-1]) + 1
+        fastest_G = np.full(num_groups, np.inf)
+        chosen_G = np.zeros(num_groups, dtype=np.intp)
+        for index in self._least_s.sum(axis=0).argsort().tolist():
+            seconds_W = self._least_s[:, index].copy()
+            may_be_G = np.bincount(group_W, weights=seconds_W) < fastest_G
+            waves = np.flatnonzero(may_be_G[group_W]).tolist()
+            self._simulate(waves, index)
+            seconds_W[waves] = [self._known[wave, index].seconds for wave in waves]
+            seconds_G = np.bincount(group_W, weights=seconds_W)
+            is_fastest_G = may_be_G & (seconds_G < fastest_G)
+            fastest_G[is_fastest_G] = seconds_G[is_fastest_G]
+            chosen_G[is_fastest_G] = index
         return self._run_partitions(strategy, chosen_G[group_W].tolist())
 
     def _run_partitions(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
