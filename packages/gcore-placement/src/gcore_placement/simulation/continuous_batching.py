@@ -58,50 +58,17 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     arrives starts at once if fewer than `max_num_seqs` run, and otherwise when one ends; running sequences stand still
     while its prompt is computed. Waiting requests are served in order.
     """
-    counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         return EngineRun(requests=requests, start=requests.arrival, finish=requests.arrival)
-    order = np.lexsort((requests.arrival, requests.replica))
-    arrival = requests.arrival[order]
-    last = np.cumsum(counts) - 1
-    start_together = (arrival == np.repeat(arrival[last], counts)).all()
-    if start_together and counts.max() <= costs.max_num_seqs:
-        return _run_together(costs, counts, requests)
-    return _Batch(costs, requests, order, counts).run()
-
-
-def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
-    """Simulate in closed form requests that all start together on their replica, without waiting."""
-    order = np.lexsort((requests.length, requests.replica))
-    counts = counts[counts > 0]
-    starts = np.cumsum(counts) - counts
-    length = requests.length[order]
-
-    def up_to(values: Floats) -> Floats:
-        """Sum over the requests of the same replica that end no later: [Q]."""
-        total = np.cumsum(values)
-        return total - np.repeat(total[starts] - values[starts], counts)
-
-    def from_here(values: Floats) -> Floats:
-        """Sum over the requests of the same replica that end no earlier: [Q]."""
-        return np.repeat(np.add.reduceat(values, starts), counts) - up_to(values) + values
-
-    running = from_here(np.ones(len(order)))
-    done = np.concatenate([[0.0], length[:-1]])
-    done[starts] = 0.0
-    held_tokens = from_here(requests.context[order]) + running * done
-    prefill_s = np.add.reduceat(requests.prefill[order] * costs.prefill_per_token_s, starts)
-    finish = np.empty(len(order))
-    # Sequences that end at the same step end at the very same second.
-    decoded_s = up_to(costs.decode_s(length - done, running, held_tokens))
-    finish[order] = requests.arrival[order] + np.repeat(prefill_s, counts) + decoded_s
-    return EngineRun(requests=requests, start=requests.arrival, finish=finish)
+    return _Batch(costs, num_replicas, requests).run()
 
 
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
-    def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
+    def __init__(self, costs: EngineCosts, num_replicas: int, requests: Requests) -> None:
+        order = np.lexsort((requests.arrival, requests.replica))
+        counts = np.bincount(requests.replica, minlength=num_replicas)
         self._costs = costs
         self._requests = requests
         self._order = order
@@ -116,7 +83,6 @@ class _Batch:
         self._finish = np.empty(len(order))
         """Seconds at which requests get a place and are done."""
 
-        num_replicas = len(counts)
         self._num_slots = min(costs.max_num_seqs, int(counts.max()))
         self._time = np.zeros(num_replicas)
         self._steps = np.zeros(num_replicas)
