@@ -31,6 +31,10 @@ def replicas_done_s(run: EngineRun, num_replicas: int) -> Floats:
     return done_R
 
 
+def _count_until(moment_s: float, times_s: Floats) -> int:
+    return int(np.count_nonzero(times_s <= moment_s))
+
+
 def judge_with_loans(
     costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun, judged: EngineRun
 ) -> tuple[EngineRun, list[EngineLoan]]:
@@ -54,25 +58,25 @@ def judge_with_loans(
     unit = lcm(per_engine, per_judge)
     engines_per_unit = unit // per_engine
     max_units = (num_engines - 1) // engines_per_unit
-    done_s = np.sort(replicas_done_s(generated, num_engines))
+    done_s = replicas_done_s(generated, num_engines)
     loan_s = costs.swap.sleep_s + costs.swap.load_s
     rule = LendingRule(2, loan_s)
     rule.lent(loan_s)
-    interval_s = max(loan_s / _POLLS_PER_LOAN, float(done_s[-1]) / _POLLS_PER_WAVE)
+    interval_s = max(loan_s / _POLLS_PER_LOAN, float(done_s.max()) / _POLLS_PER_WAVE)
     arrival = judged.requests.arrival
     run = judged
     loans: list[EngineLoan] = []
-    now_s = float(done_s[0])
+    now_s = float(done_s.min())
     while now_s < run.start.max():
         lent = sum(loan.num_devices for loan in loans) // unit
         arrived = sum(loan.num_devices for loan in loans if loan.arrive_s <= now_s) // unit
-        num_idle = int(np.searchsorted(done_s, now_s, "right")) // engines_per_unit
-        num_waiting = np.count_nonzero(arrival <= now_s) - np.count_nonzero(run.start <= now_s)
+        num_idle = _count_until(now_s, done_s) // engines_per_unit
+        num_waiting = _count_until(now_s, arrival) - _count_until(now_s, run.start)
         loan = rule.observe(
             now_s,
             idle=(max(0, min(max_units, num_idle) - lent), 0),
             waiting=(0, num_waiting),
-            finished=(0, np.count_nonzero(run.finish <= now_s)),
+            finished=(0, _count_until(now_s, run.finish)),
             serving=(1, max(1, num_judges * per_judge // unit + arrived)),
             arriving=(0, lent - arrived),
         )
@@ -106,7 +110,7 @@ def _add_judges(
     arrival[has_started] = run.start[has_started]
     later = np.flatnonzero(~has_started)
     later = later[np.argsort(arrival[later], kind="stable")]
-    num_waiting = np.count_nonzero(arrival[later] <= arrive_s)
+    num_waiting = _count_until(arrive_s, arrival[later])
     num_first = min(num_waiting, num_new * max_num_seqs)
     arrival[later] = np.maximum(arrival[later], arrive_s)
     replica[later[:num_first]] = num_old + np.arange(num_first) % num_new
