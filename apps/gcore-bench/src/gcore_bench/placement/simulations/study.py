@@ -112,12 +112,10 @@ def list_drifts(num_devices: int, num_steps: int | None, traces: Sequence[str] =
 def list_broken_conditions(num_steps: int) -> Cases:
     """Return the curriculum as it is, and with one condition of the scheme broken at a time."""
     costs = JOBS[_JOB]
-    assert costs.reward is not None
     slow_moves = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     free_swaps = replace(costs, swap=SwapCosts())
-    policy = _scale_engine(costs.policy, 4)
-    judge = _scale_engine(costs.reward, 4)
-    large = replace(costs, policy=policy, reward=judge)
+    engine = _scale_engine(costs.policy, 4)
+    large = replace(costs, policy=engine, reward=engine)
     curriculum = SCENARIOS["curriculum"]
     steady = SCENARIOS["steady"]
     return [
