@@ -72,9 +72,10 @@ def test_replicas_do_what_one_after_another_does(case: tuple[EngineCosts, int, R
         np.testing.assert_allclose(
             np.sort(run.finish[items]), sorted(finish.values()), rtol=TOLERANCE
         )
-        mine = run.busy_replica == replica
+        busy_replica, busy_from, busy_to = run.busy
+        mine = busy_replica == replica
         np.testing.assert_allclose(
-            (run.busy_to - run.busy_from)[mine].sum(), busy_s, rtol=TOLERANCE, atol=1e-9
+            (busy_to - busy_from)[mine].sum(), busy_s, rtol=TOLERANCE, atol=1e-9
         )
 
 
@@ -84,10 +85,11 @@ def test_stretches_of_busy_time_do_not_meet_and_hold_all_that_ends(
 ) -> None:
     costs, num_replicas, requests = case
     run = run_replicas(costs, num_replicas, requests)
+    busy_replica, busy_from, busy_to = run.busy
     for replica in range(num_replicas):
-        mine = run.busy_replica == replica
-        order = np.argsort(run.busy_from[mine])
-        since, until = run.busy_from[mine][order], run.busy_to[mine][order]
+        mine = busy_replica == replica
+        order = np.argsort(busy_from[mine])
+        since, until = busy_from[mine][order], busy_to[mine][order]
         assert (since <= until).all()
         assert (until[:-1] <= since[1:]).all()
         until = until + TOLERANCE
@@ -129,4 +131,4 @@ def test_nothing_to_do_takes_nothing() -> None:
     )
     run = run_replicas(costs, 3, requests)
     assert run.finish.size == 0
-    assert run.busy_from.size == 0
+    assert all(column.size == 0 for column in run.busy)

@@ -283,16 +283,18 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
     wave = next(recipe.trace().waves(0))
     for partition in simulator.space.partitions[::3]:
         (outcome,) = simulate_waves(simulator.costs, [wave], partition)
-        roles = zip(wave_loads(simulator.costs, outcome), partition.devices, strict=True)
+        roles = zip(wave_loads(simulator.costs, wave, outcome), partition.devices, strict=True)
         told_s = max(load.floor_s + load.work_device_s / devices for load, devices in roles)
         assert told_s == pytest.approx(outcome.seconds, rel=0.15)
 
 
 def test_a_judge_that_ends_a_little_late_on_full_engines_is_not_read_as_dearer() -> None:
     small = trace(0)
-    (outcome,) = simulate_waves(COSTS, [next(small.waves(0))], space().partitions[0])
+    wave = next(small.waves(0))
+    (outcome,) = simulate_waves(COSTS, [wave], space().partitions[0])
     for late, was_waiting in ((1.0, True), (1.25, True), (1.4, False)):
-        _, reward = wave_loads(COSTS, replace(outcome, seconds=late * outcome.uncontended_s))
+        ended_late = replace(outcome, seconds=late * outcome.uncontended_s)
+        _, reward = wave_loads(COSTS, wave, ended_late)
         assert reward.was_waiting == was_waiting
         assert (reward.correction(4, 1.0) <= 1.0) or not was_waiting
 

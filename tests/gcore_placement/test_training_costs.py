@@ -9,7 +9,8 @@ from numpy.testing import assert_allclose
 from planning_jobs import make_cluster, make_job
 
 from gcore_placement import Cluster, Efficiency, Job, TrainingLayout, TransformerWorkload
-from gcore_placement.costs import TrainingLaws, training_seconds
+from gcore_placement.costs import TrainingLaws
+from gcore_placement.forecast import training_seconds
 from gcore_placement.planning.layouts import Backend, TrainingLayouts, training_layouts
 from gcore_placement.planning.options import training_laws
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from gcore_placement.errors import check_known, refusal
+from gcore_placement.errors import refusal
 from gcore_placement.quantities import (
     Above0,
     Amount,
@@ -14,6 +14,7 @@ from gcore_placement.quantities import (
     Positive,
     Share,
     check_above_0,
+    check_known,
 )
 
 

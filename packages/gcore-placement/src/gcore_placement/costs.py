@@ -89,7 +89,7 @@ class EngineLaws:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCosts(Checked):
-    """Preparation and training, which all devices of the job do together; see `training_seconds`."""
+    """Preparation and training, which all devices of the job do together; see `forecast.training_seconds`."""
 
     base_s: Amount = 0.0
     per_token_s: Amount
@@ -117,18 +117,6 @@ class TrainingLaws:
         """Return the costs of one layout; `moving_s`: seconds to bring its state from the host and back."""
         costs = TrainingCosts(**_at(self, index), sync_s=sync_s)
         return replace(costs, base_s=costs.base_s + moving_s)
-
-
-def training_seconds(
-    costs: TrainingCosts | TrainingLaws, tokens: float, pairs: float, num_devices: int
-) -> tuple[Floats, Floats]:
-    """Return the seconds of preparation and of training for a step of T tokens and A attended pairs.
-
-    Training takes, on each of D even devices, base_s + (per_token_s * T + per_pair_s * A) / D, and a pass that only
-    scores takes `forward_share` of the second term.
-    """
-    pass_s = np.asarray(costs.per_token_s * tokens + costs.per_pair_s * pairs) / num_devices
-    return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""The errors of this package, and checks that raise them."""
+"""The errors of this package, and the reading of JSON files that raises them."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ class MissingExtraError(PlacementError, ImportError):
 def refusal(field: str, value: object, accepted: str) -> PlacementError:
     """Return the error for a field whose value is not accepted: `FIELD is VALUE; expected ACCEPTED`."""
     return PlacementError(f"{field} is {value!r}; expected {accepted}")
-
-
-def check_known(field: str, value: object, choices: Iterable[object]) -> None:
-    """Raise PlacementError unless the value is one of the choices."""
-    choices = list(choices)
-    if value not in choices:
-        raise refusal(field, value, f"one of {', '.join(map(str, choices))}")
 
 
 def read_json(

@@ -16,9 +16,8 @@ from gcore_placement.costs import (
     TrainingCosts,
     TrainingLaws,
     times,
-    training_seconds,
 )
-from gcore_placement.errors import PlacementError, check_known, read_json, refusal
+from gcore_placement.errors import PlacementError, read_json, refusal
 from gcore_placement.quantities import (
     Above0,
     Amount,
@@ -28,6 +27,7 @@ from gcore_placement.quantities import (
     Positive,
     Share,
     check_above_0,
+    check_known,
     lengths_of,
 )
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
@@ -215,6 +215,18 @@ def predict_step(
         training_s=float(training_s),
         weight_sync_s=costs.training.sync_s,
     )
+
+
+def training_seconds(
+    costs: TrainingCosts | TrainingLaws, tokens: float, pairs: float, num_devices: int
+) -> tuple[Floats, Floats]:
+    """Return the seconds of preparation and of training for a step of T tokens and A attended pairs.
+
+    Training takes, on each of D even devices, base_s + (per_token_s * T + per_pair_s * A) / D, and a pass that only
+    scores takes `forward_share` of the second term.
+    """
+    pass_s = np.asarray(costs.per_token_s * tokens + costs.per_pair_s * pairs) / num_devices
+    return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
 def added_by_reward(

@@ -4,7 +4,7 @@ The functions `check_*` raise PlacementError, which names the field.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from statistics import NormalDist
@@ -18,6 +18,13 @@ from gcore_placement.workload.config_keys import LATENT_FIELDS, workload_fields
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
+
+
+def check_known(field: str, value: object, choices: Iterable[object]) -> None:
+    """Check that `value` is one of the choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise refusal(field, value, f"one of {', '.join(map(str, choices))}")
 
 
 def check_positive(field: str, value: object) -> None:

@@ -151,8 +151,9 @@ def _draw_timeline(runs: tuple[EngineRun, EngineRun]) -> str:
     shapes: list[str] = []
     for row, (name, run) in enumerate(zip(("generation", "reward"), runs, strict=True)):
         moments = np.linspace(0, end, 400)
-        busy = np.searchsorted(np.sort(run.busy_from), moments, side="right")
-        busy = busy - np.searchsorted(np.sort(run.busy_to), moments, side="right")
+        _, busy_from, busy_to = run.busy
+        busy = np.searchsorted(np.sort(busy_from), moments, side="right")
+        busy = busy - np.searchsorted(np.sort(busy_to), moments, side="right")
         base = 70 + 75 * row
         highest = max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)

@@ -7,8 +7,15 @@ from typing import Self
 import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
-from gcore_placement.costs import EngineLaws, TrainingLaws, times, training_seconds
-from gcore_placement.forecast import Correction, EngineStage, Job, last_judgement_s, waves_seconds
+from gcore_placement.costs import EngineLaws, TrainingLaws, times
+from gcore_placement.forecast import (
+    Correction,
+    EngineStage,
+    Job,
+    last_judgement_s,
+    training_seconds,
+    waves_seconds,
+)
 from gcore_placement.planning.layouts import (
     Backend,
     TrainingLayouts,

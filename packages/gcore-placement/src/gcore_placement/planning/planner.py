@@ -6,7 +6,7 @@ from typing import Any
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import JobCosts
-from gcore_placement.errors import check_known, refusal
+from gcore_placement.errors import refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
 from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
@@ -18,7 +18,7 @@ from gcore_placement.planning.unfit import (
     nothing_fits,
     settings_to_try,
 )
-from gcore_placement.quantities import check_positive
+from gcore_placement.quantities import check_known, check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 
 

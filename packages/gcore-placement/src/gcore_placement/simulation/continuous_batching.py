@@ -1,6 +1,7 @@
 """Continuous batching on many replicas at once, for requests whose arrivals are known in advance."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from gcore_placement.quantities import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
-    """Requests to many replicas, each replica's in order of arrival."""
+    """Requests to many replicas, each of which serves its requests in order of arrival."""
 
     replica: Ints
     arrival: Floats
@@ -25,14 +26,29 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """Seconds at which requests started and were done, and the stretches in which replicas were busy."""
+    """Seconds at which requests got a place on their replica, and at which they were done."""
 
     requests: Requests
     start: Floats
+    """The prompt may be computed later, after those of others."""
     finish: Floats
-    busy_replica: Ints
-    busy_from: Floats
-    busy_to: Floats
+
+    @cached_property
+    def busy(self) -> tuple[Ints, Floats, Floats]:
+        """The stretches in which replicas run any sequence: the replica, start and end of each, [num_stretches]."""
+        order = np.lexsort((self.start, self.requests.replica))
+        replica = self.requests.replica[order]
+        start = self.start[order]
+        finish = self.finish[order]
+        if not len(order):
+            return replica, start, finish
+        # Replicas follow one another in time, so that one running maximum serves all.
+        offset = replica * (float(finish.max()) + 1.0)
+        done = np.maximum.accumulate(finish + offset)
+        is_first = np.ones(len(order), dtype=np.bool_)
+        is_first[1:] = (start + offset)[1:] > done[:-1]
+        firsts = np.flatnonzero(is_first)
+        return replica[firsts], start[firsts], np.maximum.reduceat(finish, firsts)
 
 
 def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> EngineRun:
@@ -42,70 +58,17 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     arrives starts at once if fewer than `max_num_seqs` run, and otherwise when one ends; running sequences stand still
     while its prompt is computed. Waiting requests are served in order.
     """
-    counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
-        none = np.empty(0)
-        return EngineRun(
-            requests=requests,
-            start=none,
-            finish=none,
-            busy_replica=counts[:0],
-            busy_from=none,
-            busy_to=none,
-        )
-    order = np.argsort(requests.replica, kind="stable")
-    arrival = requests.arrival[order]
-    ends = np.cumsum(counts)
-    if (
-        counts.max() <= costs.max_num_seqs
-        and (arrival == np.repeat(arrival[ends - 1], counts)).all()
-    ):
-        return _run_together(costs, counts, requests)
-    return _Batch(costs, requests, order, counts).run()
-
-
-def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
-    """Simulate in closed form requests that all start together on their replica, without waiting."""
-    order = np.lexsort((requests.length, requests.replica))
-    used = np.flatnonzero(counts)
-    ends = np.cumsum(counts[used])
-    starts = ends - counts[used]
-    length = requests.length[order]
-
-    def up_to(values: Floats) -> Floats:
-        """Sum over the requests of the same replica that end no later: [Q]."""
-        total = np.cumsum(values)
-        return total - np.repeat(total[starts] - values[starts], counts[used])
-
-    def from_here(values: Floats) -> Floats:
-        """Sum over the requests of the same replica that end no earlier: [Q]."""
-        return np.repeat(np.add.reduceat(values, starts), counts[used]) - up_to(values) + values
-
-    running = from_here(np.ones(len(order)))
-    done = np.concatenate([[0.0], length[:-1]])
-    done[starts] = 0.0
-    held_tokens = from_here(requests.context[order]) + running * done
-    prefill_s = np.add.reduceat(requests.prefill[order] * costs.prefill_per_token_s, starts)
-    arrival = requests.arrival[order]
-    finish = np.empty(len(order))
-    # Sequences that end at the same step end at the very same second.
-    decoded_s = up_to(costs.decode_s(length - done, running, held_tokens))
-    finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
-    busy_to = finish[order[ends - 1]]
-    return EngineRun(
-        requests=requests,
-        start=requests.arrival,
-        finish=finish,
-        busy_replica=used,
-        busy_from=arrival[starts],
-        busy_to=busy_to,
-    )
+        return EngineRun(requests=requests, start=requests.arrival, finish=requests.arrival)
+    return _Batch(costs, num_replicas, requests).run()
 
 
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
-    def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
+    def __init__(self, costs: EngineCosts, num_replicas: int, requests: Requests) -> None:
+        order = np.lexsort((requests.arrival, requests.replica))
+        counts = np.bincount(requests.replica, minlength=num_replicas)
         self._costs = costs
         self._requests = requests
         self._order = order
@@ -116,9 +79,10 @@ class _Batch:
         self._length = requests.length[order]
         self._end = np.cumsum(counts)
         self._next = self._end - counts
-        self._num_unfinished = len(order)
+        self._start = np.empty(len(order))
+        self._finish = np.empty(len(order))
+        """Seconds at which requests get a place and are done."""
 
-        num_replicas = len(counts)
         self._num_slots = min(costs.max_num_seqs, int(counts.max()))
         self._time = np.zeros(num_replicas)
         self._steps = np.zeros(num_replicas)
@@ -127,105 +91,85 @@ class _Batch:
         """Tokens that running sequences hold."""
         self._running = np.zeros(num_replicas, dtype=np.intp)
         """Running sequences, in a replica's first slots."""
+        self._freed = np.zeros(num_replicas)
+        """Seconds at which a sequence last ended on a full replica."""
         self._slot_end = np.full((num_replicas, self._num_slots), np.inf)
         """The step at which the sequence in a slot ends; infinite in a free one."""
-        self._slot_item = np.zeros((num_replicas, self._num_slots), dtype=np.int32)
+        self._slot_item = np.zeros((num_replicas, self._num_slots), dtype=np.intp)
         self._first = np.zeros(num_replicas, dtype=np.intp)
         """The slot whose sequence ends next."""
-        self._begin = np.empty(len(order))
-        self._finish = np.empty(len(order))
-        """Seconds at which requests start and are done."""
-        self._busy_since = np.zeros(num_replicas)
-        self._stretches: list[tuple[Ints, Floats, Floats]] = []
 
     def run(self) -> EngineRun:
-        """Advance until no request is unfinished."""
-        while self._num_unfinished:
-            self._advance()
-        start = np.empty_like(self._finish)
+        """Advance each replica to its next event, the start or the end of one sequence, until none is left."""
+        while True:
+            is_running = self._running > 0
+            has_next = (self._next < self._end) & (self._running < self._num_slots)
+            if not (is_running | has_next).any():
+                break
+            first_end = self._slot_end[np.arange(len(self._first)), self._first]
+            to_end = np.where(is_running, first_end - self._steps, 0.0)
+            duration = self._costs.decode_s(to_end, self._running.astype(np.float64), self._held)
+            arrival = np.where(has_next, self._arrival[self._next], np.inf)
+            # A request that arrives just as another ends comes second, and takes its place.
+            # Nor does a request that waits delay others that end at the very step at which its place becomes free.
+            is_next_start = has_next & (
+                ~is_running | ((to_end > 0) & (arrival < self._time + duration))
+            )
+            ending = np.flatnonzero(is_running & ~is_next_start)
+            starting = np.flatnonzero(is_next_start)
+            if len(ending):
+                self._end_sequences(ending, to_end[ending], duration[ending])
+            if len(starting):
+                self._start_sequences(starting, arrival[starting])
+        start = np.empty_like(self._start)
         finish = np.empty_like(self._finish)
-        start[self._order] = self._begin
+        start[self._order] = self._start
         finish[self._order] = self._finish
-        replicas, since, until = (
-            np.concatenate(part) for part in zip(*self._stretches, strict=True)
-        )
-        return EngineRun(
-            requests=self._requests,
-            start=start,
-            finish=finish,
-            busy_replica=replicas,
-            busy_from=since,
-            busy_to=until,
-        )
+        return EngineRun(requests=self._requests, start=start, finish=finish)
 
-    def _advance(self) -> None:
-        """Advance each replica to its next event: the start or the end of one sequence."""
-        is_running = self._running > 0
-        first_end = self._slot_end[np.arange(len(self._first)), self._first]
-        to_end = np.where(is_running, first_end - self._steps, 0.0)
-        duration = self._costs.decode_s(to_end, self._running.astype(np.float64), self._held)
-        has_next = (self._next < self._end) & (self._running < self._num_slots)
-        arrival = np.where(has_next, self._arrival[self._next], np.inf)
-        # A request that arrives just as another ends comes second, and takes its place.
-        # Nor does a request that waits delay others that end at the very step at which its place becomes free.
-        starts_next = has_next & (~is_running | ((to_end > 0) & (arrival < self._time + duration)))
-        ends = np.flatnonzero(is_running & ~starts_next)
-        started = np.flatnonzero(starts_next)
-        if len(ends):
-            self._complete(ends, to_end[ends], duration[ends])
-        if len(started):
-            self._start(started, arrival[started])
-
-    def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
-        running = self._running[replicas]
+    def _end_sequences(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
         slot = self._first[replicas]
-        time = self._time[replicas] + duration
-        self._time[replicas] = time
+        item = self._slot_item[replicas, slot]
+        self._time[replicas] += duration
+        self._finish[item] = self._time[replicas]
         self._steps[replicas] = self._slot_end[replicas, slot]
-        item = self._slot_item[replicas, slot].astype(np.intp)
+        self._held[replicas] += (
+            self._running[replicas] * steps - self._context[item] - self._length[item]
+        )
+        full = replicas[self._running[replicas] == self._num_slots]
+        self._freed[full] = self._time[full]
+        self._running[replicas] -= 1
         # The last running sequence takes the free slot.
-        last = running - 1
+        last = self._running[replicas]
         self._slot_end[replicas, slot] = self._slot_end[replicas, last]
         self._slot_item[replicas, slot] = self._slot_item[replicas, last]
         self._slot_end[replicas, last] = np.inf
-        self._running[replicas] = last
-        self._first[replicas] = self._slot_end[replicas, : int(running.max())].argmin(axis=1)
-        self._held[replicas] += running * steps - self._context[item] - self._length[item]
-        self._finish[item] = time
-        self._num_unfinished -= len(replicas)
-
-        is_empty = running == 1
-        empty = replicas[is_empty]
-        time = time[is_empty]
+        self._first[replicas] = self._slot_end[replicas, : int(last.max()) + 1].argmin(axis=1)
         # Small counts are exact ones.
-        self._steps[empty] = self._held[empty] = 0.0
-        after = self._next[empty]
-        is_idle = (after == self._end[empty]) | (self._arrival[after] >= time)
-        self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
+        idle = replicas[self._running[replicas] == 0]
+        self._steps[idle] = 0.0
+        self._held[idle] = 0.0
 
-    def _start(self, replicas: Ints, arrival: Floats) -> None:
-        slot = self._running[replicas]
-        held_tokens = self._held[replicas]
-        time = self._time[replicas]
-        running = slot.astype(np.float64)
-        was_idle = (slot == 0) & (arrival >= time)
-        self._busy_since[replicas[was_idle]] = arrival[was_idle]
-        passed = np.where(slot > 0, np.maximum(arrival - time, 0.0), 0.0)
-        steps = np.zeros_like(passed)
-        has_passed = passed > 0
-        steps[has_passed] = self._costs.steps_within(
-            passed[has_passed], running[has_passed], held_tokens[has_passed]
-        )
-
+    def _start_sequences(self, replicas: Ints, arrival: Floats) -> None:
         item = self._next[replicas]
+        time = self._time[replicas]
+        running = self._running[replicas].astype(np.float64)
+        held_tokens = self._held[replicas]
+        begin = np.maximum(time, arrival)
+        steps = np.zeros_like(time)
+        has_passed = (running > 0) & (arrival > time)
+        steps[has_passed] = self._costs.steps_within(
+            (begin - time)[has_passed], running[has_passed], held_tokens[has_passed]
+        )
         self._steps[replicas] += steps
         self._held[replicas] = held_tokens + running * steps + self._context[item]
-        self._begin[item] = np.maximum(time, arrival)
-        self._time[replicas] = self._begin[item] + self._prefill_s[item]
+        self._start[item] = np.maximum(self._freed[replicas], arrival)
+        self._time[replicas] = begin + self._prefill_s[item]
+        slot = self._running[replicas]
         end = self._steps[replicas] + self._length[item]
         is_first = end < self._slot_end[replicas, self._first[replicas]]
         self._first[replicas[is_first]] = slot[is_first]
         self._slot_end[replicas, slot] = end
         self._slot_item[replicas, slot] = item
-        self._running[replicas] = slot + 1
+        self._running[replicas] += 1
         self._next[replicas] += 1

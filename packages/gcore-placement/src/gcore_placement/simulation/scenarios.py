@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
-from gcore_placement.errors import check_known
 from gcore_placement.partition.space import PartitionSpace, RoleLimits
+from gcore_placement.quantities import check_known
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.workload.recorded_runs import PublishedCurve
 from gcore_placement.workload.traces import Drift, Trace, TraceRecipe, steady

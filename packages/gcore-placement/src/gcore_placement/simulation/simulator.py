@@ -7,20 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from gcore_placement.costs import EngineCosts, JobCosts, training_seconds
+from gcore_placement.costs import JobCosts
 from gcore_placement.errors import refusal
+from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.config import DynamicPartitionConfig
 from gcore_placement.partition.dynamic_partition import DynamicPartition
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
-from gcore_placement.quantities import Floats
+from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.waves import (
     WaveOutcome,
-    context_tokens,
     engine_works,
-    judge_requests,
     least_seconds,
-    policy_requests,
     reward_costs,
     simulate_waves,
 )
@@ -36,8 +34,6 @@ _HELD_UP = 0.3
 """A reward that is done later than without any contention, by more than this share, held up the wave itself. The last
 judgements of a wave meet engines that are full, and take longer than alone: up to this share that is the law's error.
 """
-_BOUND = 1 - 1e-9
-"""Factor that keeps lower bounds valid under rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +53,13 @@ class SimulatedStep:
     """Devices of the policy that judged within each wave, on average over it."""
 
 
-def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
+def wave_loads(
+    believed: JobCosts, sampled: TraceWave, wave: WaveOutcome
+) -> tuple[RoleLoad, RoleLoad]:
     """Return the loads of policy and reward that a live run would observe, with `believed` as its costs."""
-    policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
-    reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
+    policy, reward = engine_works(sampled)
+    policy_work, policy_floor_s = engine_load(believed.policy, policy)
+    reward_work, reward_floor_s = engine_load(reward_costs(believed), reward)
     # Replicas that start late end late, whatever their work.
     was_late = wave.late_s > 0
     return (
@@ -173,8 +172,6 @@ class Simulator:
             self._end.append(len(self._waves))
         self._known: dict[tuple[int, int], WaveOutcome] = {}
         """Outcomes of a wave on a partition without moves."""
-        self._bounded: set[tuple[int, int]] = set()
-        """Pairs of wave and partition with lower bounds from simulated generation."""
 
     def run(self, strategy: Strategy) -> StrategyRun:
         """Simulate a planned strategy; split is the best split."""
@@ -193,20 +190,18 @@ class Simulator:
         """Simulate split: the same partition in each wave."""
         index = self.space.index(partition)
         self._simulate(range(len(self._waves)), index)
-        return self._fastest("split", lambda: [index] * len(self._waves))
+        return self._run_partitions("split", [index] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
         """Simulate the split that is fastest over the whole trace, chosen with hindsight."""
-        return self._fastest(
-            "split", lambda: [int(self._least_s.sum(axis=0).argmin())] * len(self._waves)
-        )
+        return self._run_fastest("split", np.zeros(len(self._waves), dtype=np.intp))
 
     def clairvoyant(self) -> StrategyRun:
         """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
         No strategy that keeps to the space's partitions is faster in any wave. Loans within a wave do not keep to them.
         """
-        return self._fastest("clairvoyant", lambda: self._least_s.argmin(axis=1).tolist())
+        return self._run_fastest("clairvoyant", np.arange(len(self._waves)))
 
     def dynamic(
         self,
@@ -258,36 +253,31 @@ class Simulator:
             outcomes.append(outcome)
             partitions.append(partition)
             is_within_step = number + 1 not in self._end
-            loads = wave_loads(believed or self.costs, outcome)
+            loads = wave_loads(believed or self.costs, wave, outcome)
             policy.observe(*loads, size=len(wave.prompt_length), is_within_step=is_within_step)
         return self._run("dynamic", outcomes, partitions)
 
-    def _fastest(self, strategy: str, choose: Callable[[], list[int]]) -> StrategyRun:
-        """Simulate the partitions that `choose` gives for the waves by lower bounds, until all are known; exact.
+    def _run_fastest(self, strategy: str, group_W: Ints) -> StrategyRun:
+        """Run each group of waves, [W] by number, on the partition that is fastest for the group."""
+        num_groups = int(group_W[-1]) + 1
+        fastest_G = np.full(num_groups, np.inf)
+        chosen_G = np.zeros(num_groups, dtype=np.intp)
+        for index in self._least_s.sum(axis=0).argsort().tolist():
+            seconds_W = self._least_s[:, index].copy()
+            may_be_G = np.bincount(group_W, weights=seconds_W) < fastest_G
+            waves = np.flatnonzero(may_be_G[group_W]).tolist()
+            self._simulate(waves, index)
+            seconds_W[waves] = [self._known[wave, index].seconds for wave in waves]
+            seconds_G = np.bincount(group_W, weights=seconds_W)
+            is_fastest_G = may_be_G & (seconds_G < fastest_G)
+            fastest_G[is_fastest_G] = seconds_G[is_fastest_G]
+            chosen_G[is_fastest_G] = index
+        return self._run_partitions(strategy, chosen_G[group_W].tolist())
 
-        Bounds are raised first where they are loose. Of all waves on one partition a quarter is simulated at a time:
-        that often shows that another partition may be faster.
-        """
-        chosen = choose()
-        unknown = self._unknown(chosen)
-        while unknown:
-            loose = [pair for pair in unknown if pair not in self._bounded]
-            waves_by_index: dict[int, list[int]] = {}
-            for wave, index in loose or unknown:
-                waves_by_index.setdefault(index, []).append(wave)
-            for index, waves in waves_by_index.items():
-                if loose:
-                    self._raise_bounds(waves, index)
-                else:
-                    self._simulate(waves[:: max(1, 4 * len(waves) // len(chosen))], index)
-            chosen = choose()
-            unknown = self._unknown(chosen)
+    def _run_partitions(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
+        """Combine the waves, each on the partition with the index that is chosen for it."""
         outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
-
-    def _unknown(self, chosen: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the waves, with their chosen partitions, that are not simulated."""
-        return [pair for pair in enumerate(chosen) if pair not in self._known]
 
     def _run(
         self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()
@@ -359,52 +349,14 @@ class Simulator:
         outcomes = simulate_waves(self.costs, [self._waves[wave] for wave in unknown], partition)
         for wave, outcome in zip(unknown, outcomes, strict=True):
             self._known[wave, index] = outcome
-            self._least_s[wave, index] = outcome.seconds
         self._progress(len(unknown))
-
-    def _raise_bounds(self, waves: list[int], index: int) -> None:
-        """Raise the lower bounds of waves on a partition by simulating generation."""
-        judging_W = self._judging_device_s[waves] / self.space.role_devices[index, 1]
-        chosen = [self._waves[wave] for wave in waves]
-        least_W = least_seconds(self.costs, chosen, self.space.partitions[index], judging_W)
-        self._least_s[waves, index] = np.maximum(self._least_s[waves, index], least_W * _BOUND)
-        self._bounded.update((wave, index) for wave in waves)
-
-    @cached_property
-    def _judging_device_s(self) -> Floats:
-        """[num_waves], least device-seconds of a wave's judgements, however they are divided among judges."""
-        least: list[float] = []
-        for wave in self._waves:
-            judgements = judge_requests([wave], np.zeros(wave.judge_length.size), 1)
-            [judging] = engine_works(judgements, np.zeros(1, dtype=np.intp))
-            least.append(engine_load(reward_costs(self.costs), judging)[0])
-        return np.array(least)
 
     @cached_property
     def _least_s(self) -> Floats:
-        """[num_waves, num_partitions], a lower bound of a wave's seconds; the exact seconds once they are known."""
-        rows: list[Floats] = []
-        for wave, judging_device_s in zip(self._waves, self._judging_device_s, strict=True):
-            judging_P = judging_device_s / self.space.role_devices[:, 1]
-            generating_P = [
-                _least_generating_s(self.costs.policy, p, wave) for p in self.space.partitions
-            ]
-            rows.append(np.maximum(generating_P, judging_P) * _BOUND)
-        return np.array(rows)
-
-
-def _least_generating_s(costs: EngineCosts, partition: Partition, wave: TraceWave) -> float:
-    """Return a lower bound of the seconds of generating a wave on the policy's replicas.
-
-    A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
-    """
-    requests = policy_requests([wave], partition.replicas[0])
-    starts = np.flatnonzero(np.diff(requests.replica, prepend=-1))
-    tokens = np.add.reduceat(requests.length, starts)
-    steps = np.maximum(np.maximum.reduceat(requests.length, starts), tokens / costs.max_num_seqs)
-    context = np.add.reduceat(context_tokens(requests), starts)
-    seconds = costs.decode_base_s * steps + costs.decode_per_sequence_s * tokens
-    return float((seconds + costs.decode_per_context_token_s * context).max())
+        """[num_waves, num_partitions] lower bounds of each wave's seconds on each partition."""
+        partitions = self.space.partitions
+        bounds = [least_seconds(self.costs, self._waves, partition) for partition in partitions]
+        return np.stack(bounds, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,68 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcore_placement.costs import EngineCosts, JobCosts
-from gcore_placement.partition.space import EngineWork, Partition
+from gcore_placement.partition.space import EngineWork, Partition, engine_load
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
 from gcore_placement.simulation.loans import EngineLoan, judge_with_loans, replicas_done_s
 from gcore_placement.workload.traces import TraceWave
 
-
-def policy_requests(waves: Sequence[TraceWave], num_replicas: int) -> Requests:
-    """Return the responses in order of groups, from second 0: each replica gets an equal run of neighbours.
-
-    Most groups stay together; on each replica a group's prompt is computed once.
-    """
-    n = waves[0].response_length.shape[1]
-    sizes = np.array([wave.response_length.size for wave in waves])
-    wave_Q = np.repeat(np.arange(len(waves)), sizes)
-    index_Q = np.arange(len(wave_Q)) - wave_starts(waves)[wave_Q]
-    replica = wave_Q * num_replicas + index_Q * num_replicas // sizes[wave_Q]
-    prompt = np.repeat(np.concatenate([wave.prompt_length for wave in waves]), n)
-    is_first = (index_Q % n == 0) | (np.diff(replica, prepend=-1) > 0)
-    return Requests(
-        replica=replica,
-        arrival=np.zeros(len(prompt)),
-        prefill=np.where(is_first, prompt, 0.0),
-        context=prompt,
-        length=np.concatenate([wave.response_length.ravel() for wave in waves]),
-    )
-
-
-def judge_requests(waves: Sequence[TraceWave], ready_Q: Floats, num_replicas: int) -> Requests:
-    """Return the judgements, assigned in turn to a wave's replicas as responses finish."""
-    wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
-    read, length = _judgements(waves)
-    order = np.lexsort((ready_Q, wave_Q))
-    turn = np.arange(len(order)) - wave_starts(waves)[wave_Q]
-    return Requests(
-        replica=wave_Q * num_replicas + turn % num_replicas,
-        arrival=ready_Q[order],
-        prefill=read[order],
-        context=read[order],
-        length=length[order],
-    )
-
-
-def _judgements(waves: Sequence[TraceWave]) -> tuple[Floats, Floats]:
-    """Return the tokens that each judgement reads, and its length, in order of responses: [Q] each."""
-    read = np.concatenate([(w.prompt_length[:, None] + w.response_length).ravel() for w in waves])
-    return read, np.concatenate([wave.judge_length.ravel() for wave in waves])
-
-
-def wave_starts(waves: Sequence[TraceWave]) -> Ints:
-    """Return the index of the first request of each wave: [W]."""
-    sizes = np.array([wave.response_length.size for wave in waves])
-    return np.cumsum(sizes) - sizes
-
-
-def context_tokens(requests: Requests) -> Floats:
-    """Return the sum over a request's tokens of the tokens that its sequence holds: [Q]."""
-    return requests.context * requests.length + requests.length**2 / 2
-
-
-_MAX_SLOTS = 4_000_000
-"""Most running sequences to simulate at once, which bounds the memory."""
+_MAX_SEQUENCES = 4_000_000
+"""Most responses to simulate at once, which bounds the memory."""
+_BOUND = 1 - 1e-9
+"""Factor that keeps lower bounds valid under rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +31,6 @@ class WaveOutcome:
     """Seconds until the first response can be judged."""
     uncontended_s: float
     """Seconds until all is judged if each judgement has a replica to itself."""
-    policy_work: EngineWork
-    reward_work: EngineWork
     spare_s: float
     """Seconds until the first replica of the policy is done."""
     queued_until_s: float
@@ -124,128 +70,147 @@ def simulate_waves(
     policy = costs.policy
     reward = reward_costs(costs)
     replicas = _replicas(costs, layout)
-    for chunk in _chunks(costs, waves, layout):
+    for first, chunk in _chunks(waves):
         late = (0, 0)
-        if before is not None and not outcomes:
+        if before is not None and not first:
             late = (max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1]))
         generated, judged = run_waves(costs, chunk, layout, late, late_s)
         loans: list[EngineLoan] = []
         if lends:
             judged, loans = judge_with_loans(costs, replicas, generated, judged)
-        responses = generated.requests
-        judgements = judged.requests
         starts = wave_starts(chunk)
+        arrival = judged.requests.arrival
         generation_W = np.maximum.reduceat(generated.finish, starts)
         end_W = np.maximum.reduceat(judged.finish, starts)
         generating_W = _busy_s(generated, replicas[0], end_W) * policy.devices_per_replica
         judging_W = _busy_s(judged, replicas[1], end_W) * reward.devices_per_replica
-        if isinstance(layout, int):
-            swap_s = costs.swap.sleep_s + costs.swap.wake_s
-            judging_s_W = end_W - generation_W - swap_s
-            policy_devices = replicas[0] * policy.devices_per_replica
-            reward_devices = replicas[1] * reward.devices_per_replica
-            idle = {
-                "swap": np.full(len(chunk), swap_s * layout),
-                "long_tail": generation_W * policy_devices
-                - generating_W
-                + judging_s_W * reward_devices
-                - judging_W,
-                "unassigned": generation_W * (layout - policy_devices)
-                + judging_s_W * (layout - reward_devices),
-            }
-            uncontended_W = end_W
-            lent_devices = 0.0
-        else:
-            policy_devices, reward_devices = layout.devices
-            late_W = np.zeros(len(chunk))
-            late_W[0] = late_s
-            after_W = end_W - generation_W
-            late_before_W = np.minimum(late_W, generation_W)
-            late_after_W = np.minimum(late_W, end_W) - late_before_W
-            late_policy = late[0] * policy.devices_per_replica
-            late_reward = late[1] * reward.devices_per_replica
-            judging_before_W = (
-                _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
-            )
-            judging_after_W = judging_W - judging_before_W
-            moving_before, lent_before = _loan_device_s(loans, generation_W[0])
-            moving, lent = _loan_device_s(loans, end_W[0])
-            lent_devices = float(lent / end_W[0])
-            policy_tail_W = (
-                generation_W * policy_devices - generating_W - late_policy * late_before_W
-            )
-            reward_tail_W = after_W * reward_devices - judging_after_W - late_reward * late_after_W
-            gone_before = moving_before + lent_before
-            gone = moving + lent
-            idle = {
-                "swap": (late_policy + late_reward) * (late_before_W + late_after_W) + moving,
-                "long_tail": policy_tail_W - gone_before + reward_tail_W + lent - lent_before,
-                "waiting_for_reward": after_W * policy_devices
-                - late_policy * late_after_W
-                - (gone - gone_before),
-                "imbalance": generation_W * reward_devices
-                - judging_before_W
-                - late_reward * late_before_W
-                + lent_before,
-                "unassigned": end_W * layout.unassigned_devices,
-            }
-            alone_Q = _judged_alone_s(reward, judgements.prefill, judgements.length)
-            uncontended_W = np.maximum.reduceat(judgements.arrival + alone_Q, starts)
-        columns = {"generation": generating_W, "reward": judging_W, **idle}
-        # Values below 0 come from rounding.
-        rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
-        policy_work = engine_works(responses, starts)
-        reward_work = engine_works(judgements, starts)
-        spare_W = (
-            replicas_done_s(generated, len(chunk) * replicas[0]).reshape(len(chunk), -1).min(axis=1)
-        )
-        queued_W = np.maximum.reduceat(
-            np.where(judged.start > judgements.arrival, judged.start, 0.0), starts
-        )
+        judged_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
+        alone_Q = _judged_alone_s(reward, judged.requests)
+        uncontended_W = np.maximum.reduceat(arrival + alone_Q, starts)
+        queued_Q = np.where(judged.start > arrival, judged.start, 0.0)
+        queued_W = np.maximum.reduceat(queued_Q, starts)
+        done_R = replicas_done_s(generated, len(chunk) * replicas[0])
+        spare_W = done_R.reshape(len(chunk), -1).min(axis=1)
         num_lent = sum(loan.num_devices for loan in loans)
         at_end = (
             replicas[0] - num_lent // policy.devices_per_replica,
             replicas[1] + num_lent // reward.devices_per_replica,
         )
-        first_late_s = late_s if any(late) else 0.0
         for wave in range(len(chunk)):
+            if first + wave:
+                late = (0, 0)
+            generation_s = float(generation_W[wave])
+            end_s = float(end_W[wave])
+            work_s = (float(generating_W[wave]), float(judging_W[wave]))
+            if isinstance(layout, int):
+                idle = _idle_in_turns(costs, layout, generation_s, end_s, work_s)
+            else:
+                late_devices = (
+                    late[0] * policy.devices_per_replica,
+                    late[1] * reward.devices_per_replica,
+                )
+                judged_s = float(judged_W[wave])
+                idle = _idle_side_by_side(
+                    layout, late_devices, late_s, loans, generation_s, end_s, work_s, judged_s
+                )
+            device_s = {"generation": work_s[0], "reward": work_s[1]}
+            for name, seconds in idle.items():
+                device_s[name] = max(0.0, seconds)  # below 0 by rounding
             outcome = WaveOutcome(
-                seconds=float(end_W[wave]),
-                device_s={name: column[wave] for name, column in rounded.items()},
-                generation_s=float(generation_W[wave]),
-                first_response_s=float(judgements.arrival[starts[wave]]),
+                seconds=end_s,
+                device_s=device_s,
+                generation_s=generation_s,
+                first_response_s=float(arrival[starts[wave]]),
                 uncontended_s=float(uncontended_W[wave]),
-                policy_work=policy_work[wave],
-                reward_work=reward_work[wave],
                 spare_s=float(spare_W[wave]),
                 queued_until_s=float(queued_W[wave]),
                 replicas=at_end,
-                lent_devices=lent_devices,
-                late_s=0.0 if wave else first_late_s,
+                lent_devices=_lent_s(loans, end_s) / end_s,
+                late_s=late_s if any(late) else 0.0,
             )
             outcomes.append(outcome)
     return outcomes
 
 
-def _loan_device_s(loans: Sequence[EngineLoan], until_s: float) -> tuple[float, float]:
-    """Return the device-seconds of loans up to a time: on their way to judging, and judging."""
-    moving = sum(loan.num_devices * loan.moving_s(until_s) for loan in loans)
-    lent = sum(loan.num_devices * loan.lent_s(until_s) for loan in loans)
-    return moving, lent
+def _idle_in_turns(
+    costs: JobCosts,
+    num_devices: int,
+    generation_s: float,
+    end_s: float,
+    work_s: tuple[float, float],
+) -> dict[str, float]:
+    """Return the idle device-seconds by cause of a wave whose roles take turns on all devices."""
+    swap_s = costs.swap.sleep_s + costs.swap.wake_s
+    used_s = 0.0
+    replicas = _replicas(costs, num_devices)
+    turns = (generation_s, end_s - generation_s - swap_s)
+    for count, engine, seconds in zip(
+        replicas, (costs.policy, reward_costs(costs)), turns, strict=True
+    ):
+        used_s += count * engine.devices_per_replica * seconds
+    return {
+        "swap": swap_s * num_devices,
+        "long_tail": used_s - sum(work_s),
+        "unassigned": (end_s - swap_s) * num_devices - used_s,
+    }
 
 
-def _chunks(
-    costs: JobCosts, waves: Sequence[TraceWave], layout: Partition | int
-) -> Iterator[Sequence[TraceWave]]:
-    """Yield as many waves as may be simulated at once."""
-    largest = max(wave.response_length.size for wave in waves)
-    engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, layout), strict=True)
-    slots = max(
-        number * min(engine.max_num_seqs, -(-largest // number)) for engine, number in engines
-    )
-    at_once = max(1, _MAX_SLOTS // slots)
+def _idle_side_by_side(
+    partition: Partition,
+    late_devices: tuple[int, int],
+    late_s: float,
+    loans: Sequence[EngineLoan],
+    generation_s: float,
+    end_s: float,
+    work_s: tuple[float, float],
+    judged_s: float,
+) -> dict[str, float]:
+    """Return the idle device-seconds by cause of a wave on a partition.
+
+    Args:
+        late_devices: devices of each role that only come after `late_s`.
+        work_s: device-seconds of generation and of judging, of the latter `judged_s` while others generated.
+    """
+
+    def policy_s(until_s: float) -> float:
+        """Return the device-seconds that the policy has until then."""
+        late = late_devices[0] * min(late_s, until_s)
+        gone = _moving_s(loans, until_s) + _lent_s(loans, until_s)
+        return partition.devices[0] * until_s - late - gone
+
+    def reward_s(until_s: float) -> float:
+        late = late_devices[1] * min(late_s, until_s)
+        return partition.devices[1] * until_s - late + _lent_s(loans, until_s)
+
+    generating_tail = policy_s(generation_s) - work_s[0]
+    judging_tail = reward_s(end_s) - reward_s(generation_s) - (work_s[1] - judged_s)
+    return {
+        "swap": sum(late_devices) * min(late_s, end_s) + _moving_s(loans, end_s),
+        "long_tail": generating_tail + judging_tail,
+        "waiting_for_reward": policy_s(end_s) - policy_s(generation_s),
+        "imbalance": reward_s(generation_s) - judged_s,
+        "unassigned": partition.unassigned_devices * end_s,
+    }
+
+
+def _moving_s(loans: Sequence[EngineLoan], until_s: float) -> float:
+    """Return the device-seconds that lent devices are on their way to judging."""
+    total = 0.0
+    for loan in loans:
+        total += loan.num_devices * max(0.0, min(loan.arrive_s, until_s) - loan.start_s)
+    return total
+
+
+def _lent_s(loans: Sequence[EngineLoan], until_s: float) -> float:
+    """Return the device-seconds that lent devices judge."""
+    return sum(loan.num_devices * max(0.0, until_s - loan.arrive_s) for loan in loans)
+
+
+def _chunks(waves: Sequence[TraceWave]) -> Iterator[tuple[int, Sequence[TraceWave]]]:
+    """Yield as many waves as may be simulated at once, with the number of the first."""
+    at_once = max(1, _MAX_SEQUENCES // max(wave.response_length.size for wave in waves))
     for first in range(0, len(waves), at_once):
-        yield waves[first : first + at_once]
+        yield first, waves[first : first + at_once]
 
 
 def run_waves(
@@ -260,46 +225,96 @@ def run_waves(
     `late` replicas of each role are late; `simulate_waves` accounts for the result.
     """
     policy_replicas, reward_replicas = _replicas(costs, layout)
-    responses = policy_requests(waves, policy_replicas)
+    starts = wave_starts(waves)
+    responses = _policy_requests(waves, policy_replicas)
     _delay(responses, policy_replicas, late[0], late_s)
     generated = run_replicas(costs.policy, len(waves) * policy_replicas, responses)
     ready_Q = generated.finish
     if isinstance(layout, int):
-        starts = wave_starts(waves)
         ready_W = np.maximum.reduceat(ready_Q, starts) + costs.swap.sleep_s + costs.swap.wake_s
         ready_Q = np.repeat(ready_W, np.diff(np.append(starts, len(ready_Q))))
-    judgements = judge_requests(waves, ready_Q, reward_replicas)
+    judgements = _judge_requests(waves, ready_Q, reward_replicas)
     _delay(judgements, reward_replicas, late[1], late_s)
     return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
 
 
-def least_seconds(
-    costs: JobCosts, waves: Sequence[TraceWave], partition: Partition, judging_W: Floats
-) -> Floats:
-    """Return lower bounds of the seconds of waves on a partition, by simulating only generation: [W].
+def least_seconds(costs: JobCosts, waves: Sequence[TraceWave], partition: Partition) -> Floats:
+    """Return lower bounds of the seconds of waves on a partition, by simulating generation alone: [W].
 
-    Args:
-        judging_W: least seconds of a wave's judgements on all judges together, once all responses are there.
+    Judging starts with the first response, and takes all judges the time of its work; and no response is judged faster
+    than alone.
     """
+    reward = reward_costs(costs)
     bounds: list[float] = []
-    for chunk in _chunks(costs, waves, partition):
-        responses = policy_requests(chunk, partition.replicas[0])
+    for _, chunk in _chunks(waves):
+        responses = _policy_requests(chunk, partition.replicas[0])
         generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
+        judgements = _judge_requests(chunk, generated.finish, 1)
         starts = wave_starts(chunk)
-        alone_Q = _judged_alone_s(reward_costs(costs), *_judgements(chunk))
-        first_W = np.minimum.reduceat(generated.finish, starts)
-        judged_W = np.maximum.reduceat(generated.finish + alone_Q, starts)
-        bounds += np.maximum(first_W + judging_W[len(bounds) :][: len(chunk)], judged_W).tolist()
+        first_W = judgements.arrival[starts].tolist()
+        alone_Q = judgements.arrival + _judged_alone_s(reward, judgements)
+        alone_W = np.maximum.reduceat(alone_Q, starts).tolist()
+        for wave, first_s, alone_s in zip(chunk, first_W, alone_W, strict=True):
+            judging_device_s, _ = engine_load(reward, engine_works(wave)[1])
+            bounds.append(max(first_s + judging_device_s / partition.devices[1], alone_s) * _BOUND)
     return np.array(bounds)
 
 
-def _judged_alone_s(costs: EngineCosts, read_Q: Floats, length_Q: Floats) -> Floats:
-    """Return the seconds of judgements that have a replica each to themselves: [Q]."""
-    return (
-        (costs.decode_base_s + costs.decode_per_sequence_s) * length_Q
-        + costs.decode_per_context_token_s * (read_Q * length_Q + length_Q**2 / 2)
-        + costs.prefill_per_token_s * read_Q
+def _policy_requests(waves: Sequence[TraceWave], num_replicas: int) -> Requests:
+    """Return the responses in order of groups, from second 0: each replica gets an equal run of neighbours.
+
+    Most groups stay together; on each replica a group's prompt is computed once.
+    """
+    n = waves[0].response_length.shape[1]
+    sizes = np.array([wave.response_length.size for wave in waves])
+    wave_Q = np.repeat(np.arange(len(waves)), sizes)
+    index_Q = np.arange(len(wave_Q)) - wave_starts(waves)[wave_Q]
+    replica = wave_Q * num_replicas + index_Q * num_replicas // sizes[wave_Q]
+    prompt = np.repeat(np.concatenate([wave.prompt_length for wave in waves]), n)
+    is_first = (index_Q % n == 0) | (np.diff(replica, prepend=-1) > 0)
+    return Requests(
+        replica=replica,
+        arrival=np.zeros(len(prompt)),
+        prefill=np.where(is_first, prompt, 0.0),
+        context=prompt,
+        length=np.concatenate([wave.response_length.ravel() for wave in waves]),
     )
+
+
+def _judge_requests(waves: Sequence[TraceWave], ready_Q: Floats, num_replicas: int) -> Requests:
+    """Return the judgements, assigned in turn to a wave's replicas as responses finish."""
+    wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
+    read = np.concatenate([wave.judged_length.ravel() for wave in waves])
+    length = np.concatenate([wave.judge_length.ravel() for wave in waves])
+    order = np.lexsort((ready_Q, wave_Q))
+    turn = np.arange(len(order)) - wave_starts(waves)[wave_Q]
+    return Requests(
+        replica=wave_Q * num_replicas + turn % num_replicas,
+        arrival=ready_Q[order],
+        prefill=read[order],
+        context=read[order],
+        length=length[order],
+    )
+
+
+def wave_starts(waves: Sequence[TraceWave]) -> Ints:
+    """Return the index of the first request of each wave: [W]."""
+    sizes = np.array([wave.response_length.size for wave in waves])
+    return np.cumsum(sizes) - sizes
+
+
+def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) -> None:
+    """Delay the requests of the first wave's last replicas until these have moved."""
+    if num_late:
+        is_late = (requests.replica < num_replicas) & (requests.replica >= num_replicas - num_late)
+        requests.arrival[is_late] = np.maximum(requests.arrival[is_late], late_s)
+
+
+def _judged_alone_s(costs: EngineCosts, requests: Requests) -> Floats:
+    """Return the seconds of judgements that have a replica each to themselves: [Q]."""
+    alone = np.ones_like(requests.length)
+    decoding_s = costs.decode_s(requests.length, alone, requests.context)
+    return costs.prefill_per_token_s * requests.prefill + decoding_s
 
 
 def reward_costs(costs: JobCosts) -> EngineCosts:
@@ -310,45 +325,42 @@ def reward_costs(costs: JobCosts) -> EngineCosts:
 
 def _replicas(costs: JobCosts, layout: Partition | int) -> tuple[int, int]:
     """Return the replicas of the policy and of the reward."""
-    if isinstance(layout, int):
-        return layout // costs.policy.devices_per_replica, layout // reward_costs(
-            costs
-        ).devices_per_replica
-    policy, reward = layout.replicas
-    return policy, reward
-
-
-def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) -> None:
-    """Delay the requests of the first wave's last replicas until these have moved."""
-    if num_late:
-        is_late = (requests.replica < num_replicas) & (requests.replica >= num_replicas - num_late)
-        requests.arrival[is_late] = np.maximum(requests.arrival[is_late], late_s)
+    if isinstance(layout, Partition):
+        policy, reward = layout.replicas
+        return policy, reward
+    per_judge = reward_costs(costs).devices_per_replica
+    return layout // costs.policy.devices_per_replica, layout // per_judge
 
 
 def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     """Return the busy seconds of each wave's replicas up to a moment, summed: [W]."""
+    replica_I, from_I, to_I = run.busy
     # Lent replicas are numbered after all others.
-    wave_I = np.minimum(run.busy_replica // replicas_per_wave, len(until_W) - 1)
-    seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
+    wave_I = np.minimum(replica_I // replicas_per_wave, len(until_W) - 1)
+    seconds_I = np.maximum(np.minimum(to_I, until_W[wave_I]) - from_I, 0.0)
     return np.asarray(
         np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64
     )
 
 
-def engine_works(requests: Requests, starts: Ints) -> list[EngineWork]:
-    """Return the work of each wave; requests are in order of waves."""
-    tokens_W = np.add.reduceat(requests.length, starts).tolist()
-    context_W = np.add.reduceat(context_tokens(requests), starts).tolist()
-    prefill_W = np.add.reduceat(requests.prefill, starts).tolist()
-    longest_W = np.maximum.reduceat(requests.length, starts).tolist()
-    return [
-        EngineWork(
-            num_tokens=tokens,
-            num_context_tokens=context,
-            num_prefill_tokens=prefill,
-            longest=longest,
-        )
-        for tokens, context, prefill, longest in zip(
-            tokens_W, context_W, prefill_W, longest_W, strict=True
-        )
-    ]
+def engine_works(wave: TraceWave) -> tuple[EngineWork, EngineWork]:
+    """Return the work of the policy and of the judge in a wave, whatever the partition."""
+    prompts = wave.prompt_length[:, None]
+    policy = EngineWork(
+        num_tokens=float(wave.response_length.sum()),
+        num_context_tokens=_context_tokens(prompts, wave.response_length),
+        num_prefill_tokens=float(prompts.sum()),
+        longest=float(wave.response_length.max()),
+    )
+    judge = EngineWork(
+        num_tokens=float(wave.judge_length.sum()),
+        num_context_tokens=_context_tokens(wave.judged_length, wave.judge_length),
+        num_prefill_tokens=float(wave.judged_length.sum()),
+        longest=float(wave.judge_length.max()),
+    )
+    return policy, judge
+
+
+def _context_tokens(read: Floats, written: Floats) -> float:
+    """Return the sum, over all written tokens, of the tokens that their sequences hold."""
+    return float((read * written + written**2 / 2).sum())

@@ -6,8 +6,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from gcore_placement.errors import check_known
-from gcore_placement.quantities import Floats, TransformerWorkload
+from gcore_placement.quantities import Floats, TransformerWorkload, check_known
 from gcore_placement.workload.config_keys import require_key
 
 MODEL_TYPES = (

@@ -39,6 +39,11 @@ class TraceWave:
     response_length: Floats
     judge_length: Floats
 
+    @property
+    def judged_length(self) -> Floats:
+        """Tokens that each judgement reads: [G, N]."""
+        return self.prompt_length[:, None] + self.response_length
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:

@@ -23,6 +23,7 @@ from gcore_placement import (
     TraceRecipe,
     compare,
 )
+from gcore_placement.costs import times
 from gcore_placement.simulation.scenarios import (
     JOBS,
     PUBLISHED,
@@ -111,12 +112,10 @@ def list_drifts(num_devices: int, num_steps: int | None, traces: Sequence[str] =
 def list_broken_conditions(num_steps: int) -> Cases:
     """Return the curriculum as it is, and with one condition of the scheme broken at a time."""
     costs = JOBS[_JOB]
-    assert costs.reward is not None
     slow_moves = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     free_swaps = replace(costs, swap=SwapCosts())
-    policy = _scale_engine(costs.policy, 4)
-    judge = _scale_engine(costs.reward, 4)
-    large = replace(costs, policy=policy, reward=judge)
+    engine = _scale_engine(costs.policy, 4)
+    large = replace(costs, policy=engine, reward=engine)
     curriculum = SCENARIOS["curriculum"]
     steady = SCENARIOS["steady"]
     return [
@@ -236,13 +235,4 @@ def _measure_gains(errors: Sequence[float], num_steps: int, seed: int) -> list[t
 
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
     """Return costs whose judge takes ``error`` times as long."""
-    judge = costs.reward
-    assert judge is not None
-    judge = replace(
-        judge,
-        decode_base_s=judge.decode_base_s * error,
-        decode_per_sequence_s=judge.decode_per_sequence_s * error,
-        decode_per_context_token_s=judge.decode_per_context_token_s * error,
-        prefill_per_token_s=judge.prefill_per_token_s * error,
-    )
-    return replace(costs, reward=judge)
+    return replace(costs, reward=times(costs.reward, error))
