@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, run_children, settle, status_bytes
+from gcore_bench.harness.processes import Spec, run_child, settle, status_bytes
 from gcore_bench.harness.report import (
     Count,
     Figures,
@@ -119,7 +119,7 @@ def run(options: DataOptions, console: Console) -> None:
                     folder=str(session.folder),
                     options=values,
                 )
-                (figures,), _ = run_children(spec)
+                figures, _ = run_child(spec)
                 figures["rows"] = num_rows
                 figures["row_us"] = figures["cpu_s"] / num_rows * 1e6
                 figures["row_bytes"] = figures["own_bytes"] / num_rows
