@@ -169,43 +169,65 @@ def _measure(contender: str, workload: Workload, model: Path, options: GrpoOptio
     """Return the figures of a contender's run, whose files are left next to the model."""
     name = f"{workload.name}-{contender}"
     num_steps = options.steps or workload.steps
-    words = [f"--model={model}", f"--seed={options.seed}", f"--threads={options.threads}"]
+    words = [f"--name={name}", f"--model={model}", f"--seed={options.seed}"]
+    words += [f"--threads={options.threads}", f"--runs-dir={model.parent / 'runs'}"]
     words += list_options(workload, options.warmup_steps + num_steps)
-    if contender == "trl":
-        spec = Spec(
-            work="gcore_bench.grpo:run_trl",
-            part=workload.name,
-            contender=name,
-            folder=str(model.parent),
-            options={"words": words},
-            threads=options.threads,
-        )
-        steps, sizes = run_child(spec)
-        peak_bytes = highest_bytes(sizes)
-    else:
-        variables = {"OMP_NUM_THREADS": str(options.threads)}
-        if contender == "gcore-vllm":
-            words.append("--rollout.engine=vllm")
-            variables |= _VLLM_ENVIRONMENT
-        rows, peak_bytes = run_training(
-            "gcore_llm", words, name=name, folder=model.parent, environment=variables
-        )
-        steps = [read_step(row) for row in rows]
+    variables: dict[str, str] = {}
+    if contender == "gcore-vllm":
+        words.append("--rollout.engine=vllm")
+        variables = _VLLM_ENVIRONMENT
+    spec = Spec(
+        work=f"gcore_bench.grpo:{'run_trl' if contender == 'trl' else 'run_gcore'}",
+        part=workload.name,
+        contender=name,
+        folder=str(model.parent),
+        options={"words": words},
+        threads=options.threads,
+    )
+    steps, sizes = run_child(spec, environment=variables)
     measured = steps[options.warmup_steps :]
     if len(measured) != num_steps:
         raise BenchError(f"{name} made {len(measured)} steps of {num_steps}")
     figures = summarise_steps(measured, workload.samples_per_step)
-    figures["peak_bytes"] = float(peak_bytes)
+    figures["peak_bytes"] = float(highest_bytes(sizes))
     return figures
 
 
-def read_step(row: Mapping[str, float]) -> Step:
-    """Return the figures of a step of gcore from its metrics."""
-    step_s = row["timing_s/step"]
+def run_gcore(spec: Spec) -> list[Step]:
+    """Run `gcore-llm train` in this process; return the figures of every step."""
+    from gcore_llm.cli import parse_train
+    from gcore_llm.training import train
+    from gcore_runs import Display, read_jsonl
+
+    cpu_s = [time.process_time()]
+
+    class TimedDisplay(Display):
+        """Notes the processor's seconds at the end of each step."""
+
+        def show_progress(
+            self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step"
+        ) -> None:
+            cpu_s.append(time.process_time())
+            super().show_progress(step, cells, unit=unit)
+
+    config = parse_train(spec.options["words"])
+    # A run of this name would be resumed.
+    shutil.rmtree(Path(spec.folder) / "runs" / spec.contender, ignore_errors=True)
+    with TimedDisplay(Console(quiet=True)) as display:
+        run = train(config, display)
+    rows = [row for row in read_jsonl(run.run / "metrics.jsonl") if "timing_s/step" in row]
+    steps: list[Step] = []
+    for row, before_s, after_s in zip(rows, cpu_s, cpu_s[1:], strict=False):
+        steps.append(read_step(row, after_s - before_s))
+    return steps
+
+
+def read_step(row: Mapping[str, float], cpu_s: float) -> Step:
+    """Return the figures of a step of gcore from its metrics, and the processor's seconds."""
     gen_s = row["timing_s/gen"] + row.get("timing_s/reward", 0.0) + row["timing_s/sync"]
     return {
-        "step_s": step_s,
-        "cpu_s": row["controller/load/max"] * step_s,
+        "step_s": row["timing_s/step"],
+        "cpu_s": cpu_s,
         "gen_s": gen_s,
         "train_s": row["timing_s/train"],
         "score": row["critic/score/mean"],
