@@ -19,12 +19,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -192,14 +191,14 @@ def run_child(
 ) -> tuple[Any, Sizes]:
     """Do a spec's work in a new interpreter; return its result, and its size over time.
 
-    Its log is ``CONTENDER.log`` in the spec's folder.
+    Its log is ``CONTENDER-RANK.log`` in the spec's folder.
 
     Raises:
         BenchError: it failed, or did not end within ``timeout_s``.
     """
-    output = Path(spec.folder) / f"{spec.contender}.json"
+    output = _result_file(spec)
     module = "gcore_bench.harness.processes"
-    command = [sys.executable, "-m", module, json.dumps(asdict(spec)), str(output)]
+    command = [sys.executable, "-m", module, json.dumps(asdict(spec))]
     sizes = run_program(
         command,
         name=spec.contender,
@@ -249,16 +248,26 @@ def run_processes(specs: Sequence[Spec]) -> _Rows:
     folder = Path(specs[0].folder)
     (folder / "store").unlink(missing_ok=True)
     context = multiprocessing.get_context("forkserver")
-    # A rank that fails ends its process, and the pool then ends the others, which would wait for that one.
+    processes = [context.Process(target=_work_forked, args=(spec,)) for spec in specs]
     try:
-        with ProcessPoolExecutor(len(specs), context) as pool:
-            ranks = list(pool.map(_work_forked, specs))
-    except BrokenProcessPool:
+        for process in processes:
+            process.start()
+        running = processes
+        # If one fails, the others would wait for it.
+        while running and not any(process.exitcode for process in processes):
+            wait([process.sentinel for process in running])
+            running = [process for process in processes if process.exitcode is None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if any(process.exitcode for process in processes):
         failure = folder / "failure"
         reason = f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
         if failure.exists():
             reason = failure.read_text()
-        raise BenchError(f"{specs[0].contender} failed: {reason}") from None
+        raise BenchError(f"{specs[0].contender} failed: {reason}")
+    ranks = [json.loads(_result_file(spec).read_text()) for spec in specs]
     return merge_ranks(ranks)
 
 
@@ -272,17 +281,21 @@ def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
     return rows
 
 
-def _work_forked(spec: Spec) -> Any:
+def _result_file(spec: Spec) -> Path:
+    return Path(spec.folder) / f"{spec.contender}-{spec.rank}.json"
+
+
+def _work_forked(spec: Spec) -> None:
     """Do the work of a spec in a forked process, whose stdout and stderr go to a log, and which ends in time."""
     signal.alarm(_FORKED_TIMEOUT_S)
-    with (Path(spec.folder) / f"log-{spec.rank}").open("wb") as log:
+    with _result_file(spec).with_suffix(".log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    return _work(spec)
+    _work(spec)
 
 
-def _work(spec: Spec) -> Any:
-    """Return the result of a spec's work; if it fails, the process ends, and ``failure`` in its folder says why."""
+def _work(spec: Spec) -> None:
+    """Write the result of a spec's work; if it fails, the process ends, and ``failure`` in its folder says why."""
     import torch
 
     warnings.simplefilter("ignore")
@@ -290,7 +303,7 @@ def _work(spec: Spec) -> Any:
     module, _, function = spec.work.partition(":")
     try:
         torch.set_num_threads(spec.threads)
-        return getattr(import_module(module), function or "run")(spec)
+        result = getattr(import_module(module), function or "run")(spec)
     except Exception as error:
         traceback.print_exc()
         words = f"{type(error).__name__}: {error}".split()
@@ -299,6 +312,7 @@ def _work(spec: Spec) -> Any:
         print(reason, file=sys.stderr, flush=True)
         # Destructors of process groups would wait for ranks that are still at work.
         os._exit(1)
+    _result_file(spec).write_text(json.dumps(result))
 
 
 def _measure_size(pid: int, seen: set[psutil.Process]) -> int:
@@ -413,4 +427,4 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(_work(Spec(**json.loads(sys.argv[1])))))
+    _work(Spec(**json.loads(sys.argv[1])))
