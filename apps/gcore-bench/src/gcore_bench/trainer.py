@@ -295,10 +295,14 @@ class LossStep(ABC):
         import torch
 
         self.model = model
-        settings: dict[str, Any] = {
-            name: getattr(OPTIMIZER, name) for name in ("lr", "betas", "eps", "weight_decay")
-        }
-        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            fused=True,
+            lr=OPTIMIZER.lr,
+            betas=OPTIMIZER.betas,
+            eps=OPTIMIZER.eps,
+            weight_decay=OPTIMIZER.weight_decay,
+        )
 
     def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> Figures:
         """Add up the losses of the batches of samples, and update; return the figures that contenders must agree on.
@@ -422,11 +426,13 @@ class VerlStep(LossStep):
 
         self._policy_loss: Any = get_policy_loss_fn("vanilla")
         self._logprobs_from_logits: Any = logprobs_from_logits
-        clip_ratios: dict[str, Any] = {
-            name: getattr(LOSS, name) for name in ("clip_ratio_low", "clip_ratio_high")
-        }
-        self._config: Any = ActorConfig(
-            strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **clip_ratios
+        actor_config: Any = ActorConfig
+        self._config = actor_config(
+            strategy="fsdp",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            clip_ratio_low=LOSS.clip_ratio_low,
+            clip_ratio_high=LOSS.clip_ratio_high,
         )
         AttentionInterface.register("bench_varlen", _attend)
         load = AutoModelForCausalLM.from_pretrained
