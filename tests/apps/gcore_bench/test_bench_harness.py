@@ -62,10 +62,10 @@ def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], messag
 
 
 def test_quick_replaces_sizes_only() -> None:
-    assert Options(quick=True, ranks=(4,)).sized() == Options(
+    assert Options(quick=True, ranks=(4,)).resize_if_quick() == Options(
         quick=True, size=8, rounds=1, ranks=(4,)
     )
-    assert Options(size=32).sized() == Options(size=32)
+    assert Options(size=32).resize_if_quick() == Options(size=32)
 
 
 def test_contenders_take_turns_and_figures_are_medians() -> None:
@@ -74,7 +74,7 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
     names = ["a", "b"]
     for turn in rounds.turns(names):
         if turn.contender == "b" and turn.round == 2:
-            turn.failed("no memory")
+            turn.fail("no memory")
             names.remove("b")
             continue
         figures = {"wall_s": 10.0 * turn.round, "peak_bytes": 2.0**20 * (4 - turn.round)}

@@ -117,7 +117,7 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
     generation, sync = json.loads((tmp_path / "figures.json").read_text())["parts"]
     rows: dict[str, dict[str, Any]] = generation["rows"]
     assert list(rows) == list(get_args(GenerationContender))
-    expected = count_tokens(make_requests(RolloutOptions(quick=True).sized()))
+    expected = count_tokens(make_requests(RolloutOptions(quick=True).resize_if_quick()))
     for row in rows.values():
         assert row["tokens"] == expected
         assert row["tokens_per_s"] > 0

@@ -95,7 +95,7 @@ class CkptOptions(QuickOptions):
 
 def run(options: CkptOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for."""
-    options = options.sized()
+    options = options.resize_if_quick()
     with (
         _scratch_folder(options.dir) as folder,
         Session(options, console, notes=[_NOTE]) as session,
@@ -105,7 +105,7 @@ def run(options: CkptOptions, console: Console) -> None:
             try:
                 rows = _measure_turn(turn.contender, options, folder)
             except BenchError as error:
-                turn.failed(str(error))
+                turn.fail(str(error))
                 continue
             turn.done(rows, "measured")
         rows, lines = compare(rounds)
@@ -259,14 +259,14 @@ def _measure_saves(library: Library, root: Path, state: State) -> Figures:
     They are those until the state may be changed, and until the save survives a crash of the machine.
     """
     library.save(root / "0", state)()
-    _sync(library.unsynced(root / "0"))
+    _sync(library.find_unsynced(root / "0"))
     os.sync()
     settle()
     start_s = time.perf_counter()
     wait = library.save(root / "1", state)
     stall_s = time.perf_counter() - start_s
     wait()
-    _sync(library.unsynced(root / "1"))
+    _sync(library.find_unsynced(root / "1"))
     return {"stall": stall_s, "durable": time.perf_counter() - start_s}
 
 

@@ -125,7 +125,7 @@ def run(options: ControllerOptions, console: Console) -> None:
     Raises:
         BenchError: a contender failed, or features arrived with other bytes.
     """
-    options = options.sized()
+    options = options.resize_if_quick()
     with Session(options, console, notes=[_NOTE]) as session, stderr_to(session.folder / "log"):
         for payload_mb in sorted(set(options.payload_mb)):
             rounds = Rounds(f"{payload_mb} MB", options.rounds, say=session.say)
@@ -143,9 +143,9 @@ def compare(rows: Mapping[str, Row]) -> list[str]:
     if not ours or not verls:
         return []
     least = min(verls) / max(ours)
-    most = min(verls) / min(ours)
+    highest = min(verls) / min(ours)
     return [
-        f"overhead of verl's driver, the faster of its forms, over gcore's: {least:.1f} to {most:.1f} "
+        f"overhead of verl's driver, the faster of its forms, over gcore's: {least:.1f} to {highest:.1f} "
         f"(aim: at least {_LESS_OVERHEAD:g}, {verdict(least >= _LESS_OVERHEAD)})"
     ]
 
@@ -284,7 +284,7 @@ def checksum(features: Features) -> int:
     return int(features.view(np.int64).sum())
 
 
-def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None:
+def check_read(expected: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None:
     """Raise `BenchError` if the checksum of a sample differs, or a sample is missing or was read twice."""
     checksums = dict(read)
     if len(checksums) < len(read):
@@ -292,7 +292,9 @@ def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None
             f"{len(read)} samples were read; only {len(checksums)} of them are distinct"
         )
     wrong = [
-        index for index in made.keys() | checksums.keys() if made.get(index) != checksums.get(index)
+        index
+        for index in expected.keys() | checksums.keys()
+        if expected.get(index) != checksums.get(index)
     ]
     if wrong:
         raise BenchError(
@@ -484,15 +486,15 @@ async def _dispatch(ctx: Context[list[Any]], payload: Payload) -> None:
     for rank_samples in await ctx.group.all_to_all(outgoing):
         for sample in rank_samples:
             batches[part_of[sample.index]].append(sample)
-    made: dict[int, int] = {}
+    expected: dict[int, int] = {}
     for index, part in part_of.items():
         if part in batches:
-            made[index] = all_facts[index][1]
+            expected[index] = all_facts[index][1]
     reads = [worker.read.remote(batches[part]) for part, worker in workers.items()]
     read: list[tuple[int, int]] = []
     for checksums in await asyncio.gather(*reads):
         read += checksums
-    check_read(made, read)
+    check_read(expected, read)
 
 
 class DriverProcess:

@@ -101,7 +101,7 @@ class DataOptions(QuickOptions):
 
 def run(options: DataOptions, console: Console) -> None:
     """Measure and print the parts of ``options``, and write their figures."""
-    options = options.sized()
+    options = options.resize_if_quick()
     with Session(options, console, notes=[_NOTE]) as session:
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
@@ -196,12 +196,12 @@ def measure(spec: Spec) -> Figures:
     before_bytes = status_bytes("RssAnon")
     start_s = time.perf_counter()
     start_cpu_s = time.process_time()
-    kept = start()
+    rows_in_use = start()
     wall_s = time.perf_counter() - start_s
     cpu_s = time.process_time() - start_cpu_s
     settle()
     own_bytes = status_bytes("RssAnon") - before_bytes
-    del kept
+    del rows_in_use
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return {
         "wall_s": wall_s,

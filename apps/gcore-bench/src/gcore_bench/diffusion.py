@@ -98,7 +98,7 @@ def run(options: DiffusionOptions, console: Console) -> None:
     from gcore_diffusion.demo.pretraining import pretrained_pipeline
     from gcore_runs import Display
 
-    options = options.sized()
+    options = options.resize_if_quick()
     # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
     # The result of pretraining does not affect times.

@@ -137,7 +137,7 @@ def run(options: RolloutOptions, console: Console) -> None:
     Raises:
         BenchError: a contender failed, or contenders did not do the same work.
     """
-    options = options.sized()
+    options = options.resize_if_quick()
     notes = [_NOTES[part] for part in options.parts]
     with Session(options, console, notes=notes) as session, stderr_to(session.folder / "log"):
         for part in dict.fromkeys(options.parts):
@@ -253,14 +253,14 @@ async def _start_engine(name: str, model: Path, max_num_seqs: int, threads: int)
     """Return an engine of gcore in this process or, for ``-process``, in one of its own."""
     from gcore_rollout import EngineProcess
 
-    kind = engine_kind(name.split("-")[1])
+    engine = engine_kind(name.split("-")[1])
     factory = partial(
-        kind.load().from_pretrained, model, max_num_seqs=max_num_seqs, eos_token_ids=[]
+        engine.load().from_pretrained, model, max_num_seqs=max_num_seqs, eos_token_ids=[]
     )
     if not name.endswith("-process"):
         return factory()
     start: Any = EngineProcess.start
-    return await start(factory, num_threads=threads, preload=kind.preload)
+    return await start(factory, num_threads=threads, preload=engine.preload)
 
 
 async def measure_generate(

@@ -347,7 +347,7 @@ def status_bytes(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def measured(work: Callable[[], object], *, times: int) -> dict[str, float]:
+def measure_work(work: Callable[[], object], *, times: int) -> dict[str, float]:
     """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped.
 
     Returns:

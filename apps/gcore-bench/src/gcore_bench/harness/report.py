@@ -87,7 +87,7 @@ class QuickOptions(BenchOptions):
     QUICK: ClassVar[Mapping[str, Any]] = {}
     """Values of the options that ``quick`` replaces."""
 
-    def sized(self) -> Self:
+    def resize_if_quick(self) -> Self:
         """Return the options with the sizes of ``quick`` if that was asked for."""
         if self.quick:
             return replace(self, **self.QUICK)
@@ -153,7 +153,7 @@ class Turn:
         """Record the figures; ``words`` are printed with the contender's name."""
         self._add(f"{words}, load {self.load:.1f}", rows=dict(rows))
 
-    def failed(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Record that the contender has no figures in this round."""
         self._add(f"failed: {reason}", failure=reason)
 
