@@ -61,7 +61,7 @@ def _fitting(trial: Trial, folder: Path) -> float:
             file.write(block.data)
             os.fsync(file.fileno())
 
-    rate = block.nbytes / trial.timed(write)
+    rate = block.nbytes / trial.measure_seconds(write)
     probe.unlink()
     trial.figure("rate of the disk", rate / 1e9, "GB per second")
     return min(_SIZE_BYTES, disk, host, device, rate * _SAVE_S)
@@ -88,8 +88,8 @@ def _gcore(trial: Trial, folder: Path, state: State) -> tuple[list[float], float
             def save(at: int = step, saves: list[SaveHandle] = saves) -> None:
                 saves.append(checkpointer.save(at, state))
 
-            seconds.append(trial.timed(save))
-            written = seconds[-1] + trial.timed(saves[0].wait)
+            seconds.append(trial.measure_seconds(save))
+            written = seconds[-1] + trial.measure_seconds(saves[0].wait)
     return seconds, written
 
 
@@ -133,8 +133,8 @@ def _dcp(trial: Trial, folder: Path, state: State) -> tuple[list[float], float]:
                     staged.result()
                 waits.append((saved.upload_completion if staged else saved).result)
 
-            seconds.append(trial.timed(save))
-            written = seconds[-1] + trial.timed(waits[0])
+            seconds.append(trial.measure_seconds(save))
+            written = seconds[-1] + trial.measure_seconds(waits[0])
             shutil.rmtree(folder / f"dcp-{step - 1}", ignore_errors=True)
     finally:
         stager.close()

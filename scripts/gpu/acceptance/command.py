@@ -217,9 +217,9 @@ def _machine(device: str, environment: dict[str, str], say: Say) -> dict[str, An
         return _undescribed(device, f"no answer after {_MACHINE_LIMIT_S} s", say)
     if finished.returncode:
         return _undescribed(device, finished.stderr.strip().rpartition("\n")[2], say)
-    found = json.loads(finished.stdout.splitlines()[-1])
-    say(", ".join(f"{name} {value}" for name, value in found.items()))
-    return found
+    facts = json.loads(finished.stdout.splitlines()[-1])
+    say(", ".join(f"{name} {value}" for name, value in facts.items()))
+    return facts
 
 
 def _undescribed(device: str, error: str, say: Say) -> dict[str, Any]:

@@ -25,30 +25,30 @@ def describe(device: str) -> dict[str, Any]:
     """Return the machine, its GPU and driver, the versions, the date and the commit."""
     import torch
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     }
-    found["commit"] = (
+    facts["commit"] = (
         _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") or "unknown"
     )
     if _output("git", "-C", str(ROOT), "status", "--porcelain"):
-        found["commit"] += ", with changes"
+        facts["commit"] += ", with changes"
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(0)
-        found["device"] = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
-        found["driver"] = (
+        facts["device"] = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
+        facts["driver"] = (
             _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
             or "unknown"
         )
-        found["cuda"] = torch.version.cuda
+        facts["cuda"] = torch.version.cuda
     else:
-        found["device"] = "cpu"
+        facts["device"] = "cpu"
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found["host"] = (
+    facts["host"] = (
         f"{len(os.sched_getaffinity(0))} cores, {memory_bytes / 1e9:.0f} GB, {platform.release()}"
     )
-    found["python"] = platform.python_version()
-    return found | {name: _version(name) for name in _PACKAGES}
+    facts["python"] = platform.python_version()
+    return facts | {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str:
@@ -74,9 +74,9 @@ def matmul_flops_per_s(trial: "Trial") -> float:
 
     size = 256 if trial.is_small else _MATMUL_SIZE
     a, b = (torch.randn(size, size, device=trial.device, dtype=torch.bfloat16) for _ in range(2))
-    trial.timed(lambda: [a @ b for _ in range(3)])
+    trial.measure_seconds(lambda: [a @ b for _ in range(3)])
     repeats = 10
-    seconds = min(trial.timed(lambda: [a @ b for _ in range(repeats)]) for _ in range(3))
+    seconds = min(trial.measure_seconds(lambda: [a @ b for _ in range(repeats)]) for _ in range(3))
     return 2.0 * size**3 * repeats / seconds
 
 

@@ -1,6 +1,7 @@
 """Part 11: the Megatron-Core backend on one rank, against the torch backend on the same GPU."""
 
 import gc
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ def steps(trial: Trial) -> None:
     groups = equal_groups(trial, num=2 if trial.is_small else 8)
     batches = groups.samples(trial, seed=0)
     packed = load_packed(trial, "1.5B", gradient_checkpointing=True)
-    expected = np.concatenate([x for own in packed.log_probs(batches[:1]) for x in own])
+    expected = np.concatenate(list(chain.from_iterable(packed.log_probs(batches[:1]))))
     del packed
     gc.collect()
     trainer = MegatronTrainer(
@@ -40,16 +41,16 @@ def steps(trial: Trial) -> None:
         dtype=compute_dtype(trial),
         device=torch.device("cuda", 0) if on_cuda else torch.device("cpu"),
     )
-    found = np.concatenate([x for own in trainer.log_probs(batches[:1]) for x in own])
+    log_probs = np.concatenate(list(chain.from_iterable(trainer.log_probs(batches[:1]))))
     trial.figure(
         "log-probabilities: difference of both backends, mean",
-        float(np.abs(found - expected).mean()),
+        float(np.abs(log_probs - expected).mean()),
         "nats",
     )
     trainer.train_step(batches)
     with peak_memory(trial) as peaks:
         seconds = min(
-            trial.timed(lambda: trainer.train_step(batches))
+            trial.measure_seconds(lambda: trainer.train_step(batches))
             for _ in range(1 if trial.is_small else 2)
         )
     flops = sum(groups.flops(model_shape(trial, "1.5B")))

@@ -125,29 +125,36 @@ class Groups:
     @property
     def tokens(self) -> list[int]:
         """Tokens of each group, its prompt counted once."""
-        return [prompt + sum(own) for prompt, own in zip(self.prompts, self.responses, strict=True)]
+        return [
+            prompt + sum(lengths)
+            for prompt, lengths in zip(self.prompts, self.responses, strict=True)
+        ]
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and response together."""
         return max(
-            prompt + max(own) for prompt, own in zip(self.prompts, self.responses, strict=True)
+            prompt + max(lengths)
+            for prompt, lengths in zip(self.prompts, self.responses, strict=True)
         )
 
     def flops(self, shape: ModelShape) -> list[float]:
         """Return the model FLOPs of a training pass over each group: see `TransformerWorkload.group_flops`."""
         pairs = zip(self.prompts, self.responses, strict=True)
-        return [float(shape.workload.group_flops(prompt, list(own))) for prompt, own in pairs]
+        return [
+            float(shape.workload.group_flops(prompt, list(lengths))) for prompt, lengths in pairs
+        ]
 
     def samples(self, trial: Trial, *, seed: int) -> list[list[Sample]]:
         """Return the samples of each group, of random tokens, with advantages."""
-        rng, found = np.random.default_rng(seed), list[list[Sample]]()
+        rng = np.random.default_rng(seed)
+        samples_by_group: list[list[Sample]] = []
         for prompt_length, lengths in zip(self.prompts, self.responses, strict=True):
             prompt = rng.integers(0, vocab_size(trial), prompt_length)
             group = (rng.integers(0, vocab_size(trial), length) for length in lengths)
             samples = [Sample(prompt_ids=prompt, response_ids=response) for response in group]
-            found.append([replace(s, advantages=_advantages(rng, s)) for s in samples])
-        return found
+            samples_by_group.append([replace(s, advantages=_advantages(rng, s)) for s in samples])
+        return samples_by_group
 
 
 def _advantages(rng: np.random.Generator, sample: Sample) -> Any:
@@ -192,7 +199,7 @@ def predicted_bytes(
 
     With gradient checkpointing, ``share`` is the share of the layers that are computed again.
     """
-    longest = Lengths.recorded(np.concatenate([np.array(own) for own in groups.responses]))
+    longest = Lengths.recorded(np.concatenate([np.array(lengths) for lengths in groups.responses]))
     job = Job(
         policy=model_shape(trial, size),
         prompt_lengths=Lengths.recorded(np.array(groups.prompts)),

@@ -33,9 +33,12 @@ def generation(trial: Trial) -> None:
     engine = _engine(trial, "0.5B", max_num_seqs=num_prompts * n)
 
     def sample() -> None:
-        asyncio.run(_all(engine, _requests(trial, num_prompts=num_prompts, n=n, max_tokens=length)))
+        asyncio.run(
+            _generate_all(engine, _requests(trial, num_prompts=num_prompts, n=n, max_tokens=length))
+        )
 
-    first, second = trial.timed(sample), trial.timed(sample)
+    first = trial.measure_seconds(sample)
+    second = trial.measure_seconds(sample)
     num_tokens = num_prompts * n * length
     trial.figure("tokens a second", num_tokens / second, at_least=30_000)
     trial.figure("tokens a second, the first time", num_tokens / first)
@@ -51,13 +54,13 @@ def weights(trial: Trial) -> None:
         model_folder(trial, "1.5B"), dtype=compute_dtype(trial)
     )
     # A tied head is left out.
-    own = {
+    state = {
         name: parameter.detach() for name, parameter in model.to(trial.device).named_parameters()
     }
-    trial.figure("weights", sum(t.nbytes for t in own.values()) / 1e9, "GB")
+    trial.figure("weights", sum(t.nbytes for t in state.values()) / 1e9, "GB")
     if trial.device.startswith("cuda"):
         with trial.attempt("CUDA IPC"):
-            seconds = _over_ipc(own)
+            seconds = _over_ipc(state)
             trial.figure("CUDA IPC: handles, copy and reply, first", 1000 * seconds[0], "ms")
             trial.figure(
                 "CUDA IPC: later, median", 1000 * float(np.median(seconds[1:])), "ms", at_most=100
@@ -65,11 +68,11 @@ def weights(trial: Trial) -> None:
     else:
         trial.note("CUDA IPC: only on a GPU.")
     with trial.attempt("an engine in another process"):
-        found = asyncio.run(_to_engine_process(trial, own))
-        trial.figure("engine in another process: first update", 1000 * found[0], "ms")
+        seconds = asyncio.run(_to_engine_process(trial, state))
+        trial.figure("engine in another process: first update", 1000 * seconds[0], "ms")
         trial.figure(
             "engine in another process: later, median",
-            1000 * float(np.median(found[1:])),
+            1000 * float(np.median(seconds[1:])),
             "ms",
             at_most=100,
         )
@@ -80,10 +83,10 @@ def sleep(trial: Trial) -> None:
     with trial.attempt("the engine"):
         engine = _engine(trial, "1.5B", max_num_seqs=16)
         requests = _requests(trial, num_prompts=4, n=2, max_tokens=8)
-        before = asyncio.run(_all(engine, requests))
-        _used(trial, "engine awake")
-        _moved(trial, "engine", asyncio.run, engine)
-        after = asyncio.run(_all(engine, requests))
+        before = asyncio.run(_generate_all(engine, requests))
+        _report_memory(trial, "engine awake")
+        _measure_swap(trial, "engine", asyncio.run, engine)
+        after = asyncio.run(_generate_all(engine, requests))
         trial.count(
             "engine: tokens that differ after waking", _num_different(before, after), at_most=0
         )
@@ -92,8 +95,8 @@ def sleep(trial: Trial) -> None:
     with trial.attempt("the trainer"):
         trainer: Any = load_trainer(trial, "0.5B", gradient_checkpointing=True)
         before = {name: tensor.cpu() for name, tensor in trainer.export_weights()}
-        _used(trial, "trainer awake")
-        _moved(trial, "trainer", lambda call: call, trainer)
+        _report_memory(trial, "trainer awake")
+        _measure_swap(trial, "trainer", lambda call: call, trainer)
         after = {name: tensor.cpu() for name, tensor in trainer.export_weights()}
         different = sum(not torch.equal(before[name], after[name]) for name in before)
         trial.count("trainer: tensors that differ after waking", different, at_most=0)
@@ -125,24 +128,30 @@ def _swap(trial: Trial, size: str) -> None:
         if version is not None:
             asyncio.run(engine.update_weights(model.named_parameters(), version=version))
         trial.figure(
-            f"{size}: to sleep, {time}", trial.timed(lambda: asyncio.run(engine.sleep())), "s"
+            f"{size}: to sleep, {time}",
+            trial.measure_seconds(lambda: asyncio.run(engine.sleep())),
+            "s",
         )
         trial.figure(
-            f"{size}: to wake, {time}", trial.timed(lambda: asyncio.run(engine.wake())), "s"
+            f"{size}: to wake, {time}",
+            trial.measure_seconds(lambda: asyncio.run(engine.wake())),
+            "s",
         )
 
 
-def _moved(trial: Trial, name: str, call: Any, owner: Any) -> None:
+def _measure_swap(trial: Trial, name: str, call: Any, owner: Any) -> None:
     """Put an engine or a trainer to sleep and wake it, twice; ``call`` runs what its methods return."""
     for time in ("the first time", "again"):
-        seconds = trial.timed(lambda: call(owner.sleep()))
+        seconds = trial.measure_seconds(lambda: call(owner.sleep()))
         if time == "the first time":
-            _used(trial, f"{name} asleep", at_most=0.5)
+            _report_memory(trial, f"{name} asleep", at_most=0.5)
         trial.figure(f"{name}: to sleep, {time}", seconds, "s")
-        trial.figure(f"{name}: to wake, {time}", trial.timed(lambda: call(owner.wake())), "s")
+        trial.figure(
+            f"{name}: to wake, {time}", trial.measure_seconds(lambda: call(owner.wake())), "s"
+        )
 
 
-def _used(trial: Trial, name: str, **bounds: float) -> None:
+def _report_memory(trial: Trial, name: str, **bounds: float) -> None:
     if trial.device.startswith("cuda"):
         trial.figure(
             f"{name}: memory of the allocator", torch.cuda.memory_reserved() / 1e9, "GB", **bounds
@@ -175,7 +184,9 @@ def _requests(trial: Trial, *, num_prompts: int, n: int, max_tokens: int) -> lis
     ]
 
 
-async def _all(engine: HFEngine, requests: list[Request]) -> dict[tuple[str, int], Completion]:
+async def _generate_all(
+    engine: HFEngine, requests: list[Request]
+) -> dict[tuple[str, int], Completion]:
     return {(c.request_id, c.index): c async for c in engine.generate(requests)}
 
 
@@ -183,7 +194,7 @@ def _num_different(before: dict[Any, Completion], after: dict[Any, Completion]) 
     return sum(int((before[key].token_ids != after[key].token_ids).sum()) for key in before)
 
 
-async def _to_engine_process(trial: Trial, own: dict[str, torch.Tensor]) -> list[float]:
+async def _to_engine_process(trial: Trial, state: dict[str, torch.Tensor]) -> list[float]:
     """Return the seconds of updates of an engine in another process, which must hold the new weights afterwards."""
     factory = partial(HFEngine.from_pretrained, model_folder(trial, "1.5B"), **_placed(trial))
     engine: EngineProcess = await EngineProcess.start(factory, num_threads=1)
@@ -193,7 +204,7 @@ async def _to_engine_process(trial: Trial, own: dict[str, torch.Tensor]) -> list
         for version in range(1, _NUM_UPDATES + 1):
             trial.synchronize()
             begin = loop.time()
-            await engine.update_weights(own.items(), version=version)
+            await engine.update_weights(state.items(), version=version)
             seconds.append(loop.time() - begin)
         held = await engine.held_weights()
         if held is None or held.version != _NUM_UPDATES:
@@ -205,7 +216,7 @@ async def _to_engine_process(trial: Trial, own: dict[str, torch.Tensor]) -> list
     return seconds
 
 
-def _over_ipc(own: dict[str, torch.Tensor]) -> list[float]:
+def _over_ipc(state: dict[str, torch.Tensor]) -> list[float]:
     """Return the seconds of transfers to a process that copies the weights and replies."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
@@ -219,7 +230,7 @@ def _over_ipc(own: dict[str, torch.Tensor]) -> list[float]:
         loop = asyncio.new_event_loop()
         for _ in range(_NUM_UPDATES):
             begin = loop.time()
-            shared = SharedCudaWeights(own.items())
+            shared = SharedCudaWeights(state.items())
             mine.send_bytes(shared.handles())
             if not mine.poll(_START_TIMEOUT_S):
                 raise TimeoutError("the other process did not reply")
@@ -250,6 +261,6 @@ def _receive(connection: Connection) -> None:
                 held.setdefault(name, torch.empty_like(tensor)).copy_(tensor, non_blocking=True)
             torch.cuda.synchronize()
             del opened
-        except (RuntimeError, ValueError) as found:
-            error = f"{type(found).__name__}: {found}"
+        except (RuntimeError, ValueError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
         connection.send(error)

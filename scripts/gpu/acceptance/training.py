@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ def new_shapes(trial: Trial) -> None:
         [samples] = Groups(prompts=[prompt], responses=[lengths.tolist()]).samples(
             trial, seed=number
         )
-        first, second = (trial.timed(lambda own=samples: step(own)) for _ in range(2))
+        first = trial.measure_seconds(partial(step, samples))
+        second = trial.measure_seconds(partial(step, samples))
         ratios.append(first / second)
         firsts.append(first)
     trial.figure("first pass over second, median", float(np.median(ratios)), at_most=1.15)
@@ -93,7 +95,7 @@ def _step(trial: Trial, size: str, kind: str, *, peak: float, aim: float) -> Non
     trainer.train_step(batches)
     with peak_memory(trial) as peaks:
         seconds = min(
-            trial.timed(lambda: trainer.train_step(batches))
+            trial.measure_seconds(lambda: trainer.train_step(batches))
             for _ in range(1 if trial.is_small else 3)
         )
     name = f"{size}, {kind}"
@@ -140,7 +142,7 @@ def head(trial: Trial) -> None:
 
     step()
     with peak_memory(trial) as peaks:
-        seconds = min(trial.timed(step) for _ in range(3))
+        seconds = min(trial.measure_seconds(step) for _ in range(3))
     limit = 3 * 2.0 * num_tokens * hidden_size * vocab / matmul_flops_per_s(trial)
     trial.figure("forward and backward pass", 1000 * seconds, "ms")
     trial.figure("three matrix products at the measured rate", 1000 * limit, "ms")
@@ -157,7 +159,7 @@ def log_probs(trial: Trial) -> None:
     samples = [sample for group in groups.samples(trial, seed=0) for sample in group]
     packed.log_probs([samples])
     with peak_memory(trial) as peaks:
-        seconds = min(trial.timed(lambda: packed.log_probs([samples])) for _ in range(3))
+        seconds = min(trial.measure_seconds(lambda: packed.log_probs([samples])) for _ in range(3))
     flops = _FORWARD * sum(groups.flops(model_shape(trial, "0.5B")))
     trial.figure("tokens", sum(groups.tokens))
     trial.figure("seconds", seconds, "s")
@@ -170,12 +172,12 @@ def log_probs(trial: Trial) -> None:
 @contextmanager
 def peak_memory(trial: Trial) -> Generator[list[float]]:
     """Measure the peak of the device's allocated bytes in the block; the list stays empty on a CPU."""
-    found: list[float] = []
+    peaks: list[float] = []
     if trial.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
-    yield found
+    yield peaks
     if trial.device.startswith("cuda"):
-        found.append(float(torch.cuda.max_memory_allocated()))
+        peaks.append(float(torch.cuda.max_memory_allocated()))
 
 
 def _free(trial: Trial) -> None:

@@ -78,7 +78,7 @@ class Trial:
         except Exception:
             self.error(f"{traceback.format_exc()}(in {what})")
 
-    def timed(self, work: Callable[[], object]) -> float:
+    def measure_seconds(self, work: Callable[[], object]) -> float:
         """Return the seconds that a call takes, until the device has finished it."""
         self.synchronize()
         begin = time.perf_counter()

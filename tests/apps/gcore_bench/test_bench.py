@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +13,52 @@ from process_tree import left_after
 from gcore_bench.grpo import (
     WORKLOADS,
     GrpoOptions,
-    Step,
-    StepRecorder,
-    Task,
-    Workload,
     compare,
     count_even_digits,
+    list_options,
+    read_step,
     summarise_steps,
-    train_config,
 )
-from gcore_bench.harness.processes import Program, run_program
-from gcore_bench.harness.report import BenchError, Rounds, Row, summarise
+from gcore_bench.harness.processes import highest_bytes, run_program
+from gcore_bench.harness.report import BenchError, Rounds
+from gcore_llm.cli import parse_train
 
 
-def make_step(step_s: float, *, max_length: int = 4, mean_length: float = 3.0) -> Step:
-    seconds = {"step_s": step_s, "cpu_s": 1.0, "gen_s": 0.25, "reward_s": 0.125, "train_s": 0.5}
-    return {**seconds, "score": 0.5, "mean_length": mean_length, "max_length": max_length}
-
-
-def task_of(workload: Workload) -> Task:
-    return Task(
-        contender="gcore", workload=workload, model=Path("model"), steps=1, threads=1, seed=0
-    )
+def test_figures_of_gcore_are_those_of_its_metrics() -> None:
+    metrics = {
+        "timing_s/step": 2.0,
+        "timing_s/gen": 0.5,
+        "timing_s/sync": 0.25,
+        "timing_s/train": 1.0,
+        "critic/score/mean": 0.5,
+        "response_length/mean": 3.0,
+    }
+    step = {
+        "step_s": 2.0,
+        "cpu_s": 1.5,
+        "gen_s": 0.75,
+        "train_s": 1.0,
+        "score": 0.5,
+        "mean_length": 3.0,
+    }
+    assert read_step(metrics, 1.5) == step
+    assert read_step(metrics | {"timing_s/reward": 0.125}, 1.5)["gen_s"] == 0.875
 
 
 def test_seconds_are_medians_over_steps() -> None:
-    steps = [make_step(1.0), make_step(2.0), make_step(9.0, mean_length=6.0, max_length=256)]
-    assert summarise_steps(steps, 256) == {
-        **{
-            "step_s": 2.0,
-            "cpu_s": 1.0,
-            "gen_s": 0.25,
-            "reward_s": 0.125,
-            "train_s": 0.5,
-            "samples_per_s": 128.0,
-        },
-        **{"mean_length": 4.0, "max_length": 256.0, "score": 0.5},
+    step = {
+        "step_s": 1.0,
+        "cpu_s": 1.0,
+        "gen_s": 0.25,
+        "train_s": 0.5,
+        "score": 0.5,
+        "mean_length": 3.0,
+    }
+    steps = [step, step | {"step_s": 2.0}, step | {"step_s": 9.0, "mean_length": 6.0}]
+    assert summarise_steps(steps, 256) == step | {
+        "step_s": 2.0,
+        "samples_per_s": 128.0,
+        "mean_length": 4.0,
     }
 
 
@@ -58,7 +67,7 @@ def test_ratios_are_gcores_speed_over_the_peers() -> None:
     for turn in rounds.turns(("gcore", "gcore-vllm", "trl")):
         step_s = {"gcore": 1.0, "gcore-vllm": 2.0, "trl": 4.0}[turn.contender]
         turn.done({turn.contender: {"step_s": step_s, "cpu_s": 1.0}}, "")
-    rows: dict[str, Row] = dict(summarise("short", rounds.runs).rows)
+    rows = rounds.summarise()
     assert compare("short", rows, rounds) == [
         "gcore / trl: 4.00x the speed, 1.00x by CPU seconds (aim: at least 3.3x, met)",
         "gcore-vllm / trl: 2.00x the speed, 1.00x by CPU seconds",
@@ -71,17 +80,6 @@ def test_the_reward_counts_even_digits() -> None:
     assert [count_even_digits("", text, {}) for text in ("", "24", "1a4b")] == [0.0, 1.0, 0.25]
 
 
-def test_a_step_has_the_seconds_and_scores_of_its_rewards() -> None:
-    recorder = StepRecorder(lambda _prompt, completion, _row: float(len(completion)))
-    assert [recorder.score("", "ab", {}), recorder.score("", "abcd", {})] == [2.0, 4.0]
-    for _ in range(2):
-        recorder.end_step([2, 4], gen_s=0.0, train_s=0.0)
-    first, second = recorder.steps
-    assert first["reward_s"] > 0
-    assert first["score"] == 3.0
-    assert (second["reward_s"], second["score"]) == (0.0, 0.0)
-
-
 def test_bad_options_are_refused() -> None:
     with pytest.raises(BenchError, match="rounds is 0; expected at least 1"):
         GrpoOptions(rounds=0)
@@ -91,37 +89,30 @@ def test_bad_options_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_program_is_watched_with_what_it_starts_and_leaves_nothing(tmp_path: Path) -> None:
+    started = "memory = b'x' * 2**27; import time; time.sleep(100)"
     code = (
-        "import subprocess, sys; p = subprocess.Popen(['sleep', '100'], start_new_session=True); "
+        "import subprocess, sys; "
+        f'p = subprocess.Popen([sys.executable, "-c", "{started}"], start_new_session=True); '
+        "print(p.pid, flush=True); p.wait(2.5)"
     )
-    code += "print(p.pid, flush=True); memory = b'x' * 2**27; p.wait(2.5)"
-    program = Program(
-        command=[sys.executable, "-c", code], environment={}, folder=tmp_path, read=list
-    )
+    log = tmp_path / "log"
     with pytest.raises(BenchError, match=r"it failed: .*TimeoutExpired.* \(see "):
-        run_program(program, name="it", log=tmp_path / "log")
-    pid = int((tmp_path / "log").read_text().split()[0])
+        run_program([sys.executable, "-c", code], name="it", folder=tmp_path, log=log)
+    pid = int(log.read_text().split()[0])
     assert left_after([pid], timeout_s=300) == []
 
-    footprint = run_program(
-        replace(
-            program,
-            command=[
-                sys.executable,
-                "-c",
-                code.replace("p.wait(2.5)", "import time; time.sleep(2.5)"),
-            ],
-        ),
-        name="it",
-        log=tmp_path / "log",
+    code = code.replace("p.wait(2.5)", "import time; time.sleep(2.5)")
+    sizes = run_program(
+        [sys.executable, "-c", code], name="it", folder=tmp_path, log=log, poll_s=0.2
     )
-    assert footprint.num_processes == 2
-    assert 2**27 < footprint.pss_bytes < 2**28
+    assert 2**27 < highest_bytes(sizes) < 2**28
+    pid = int(log.read_text().split()[0])
+    assert left_after([pid], timeout_s=300) == []
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
-    config = train_config(task_of(WORKLOADS[name]))
+    config = parse_train(list_options(WORKLOADS[name], 1))
     assert not config.algorithm.filter_groups
     assert (config.actor.ppo_mini_batch_size, config.actor.ppo_epochs) == (0, 1)
     assert config.actor.loss.kl_loss_coef == 0
@@ -162,13 +153,12 @@ def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
     assert workload["part"] == "short"
     assert list(workload["rows"]) == ["gcore", "trl"]
     for row in workload["rows"].values():
-        assert 1 <= row["mean_length"] <= row["max_length"] <= 6
+        assert 1 <= row["mean_length"] <= 6
         assert 0.1 < row["score"] < 0.9
         for field in (
             "samples_per_s",
             "step_s",
             "gen_s",
-            "reward_s",
             "train_s",
             "cpu_s",
             "peak_bytes",

@@ -11,19 +11,23 @@ from typing import Annotated, Any, ClassVar
 import pytest
 from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, merge_ranks, run_children
+from gcore_bench.harness.processes import (
+    Spec,
+    highest_bytes,
+    run_child,
+    run_processes,
+    start_server,
+)
 from gcore_bench.harness.report import (
     BenchError,
     Count,
     QuickOptions,
     Rounds,
-    Row,
     Run,
     Session,
     add_ratios,
     at_least,
-    figure,
-    summarise,
+    format_figure,
 )
 from gcore_runs import multiple_of
 
@@ -58,10 +62,10 @@ def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], messag
 
 
 def test_quick_replaces_sizes_only() -> None:
-    assert Options(quick=True, ranks=(4,)).sized() == Options(
+    assert Options(quick=True, ranks=(4,)).resize_if_quick() == Options(
         quick=True, size=8, rounds=1, ranks=(4,)
     )
-    assert Options(size=32).sized() == Options(size=32)
+    assert Options(size=32).resize_if_quick() == Options(size=32)
 
 
 def test_contenders_take_turns_and_figures_are_medians() -> None:
@@ -70,7 +74,7 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
     names = ["a", "b"]
     for turn in rounds.turns(names):
         if turn.contender == "b" and turn.round == 2:
-            turn.failed("no memory")
+            turn.fail("no memory")
             names.remove("b")
             continue
         figures = {"wall_s": 10.0 * turn.round, "peak_bytes": 2.0**20 * (4 - turn.round)}
@@ -84,8 +88,7 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
     ]
     assert said[0].startswith("part, round 1 of 3: a 1 s, load ")
     assert said[3] == "part, round 2 of 3: b failed: no memory"
-    summary = summarise("part", rounds.runs)
-    assert summary.rows["a"] == {"wall_s": 20.0, "peak_bytes": 3 * 2.0**20}
+    assert rounds.summarise()["a"] == {"wall_s": 20.0, "peak_bytes": 3 * 2.0**20}
 
 
 def test_a_ratio_is_the_median_of_those_of_each_round() -> None:
@@ -99,21 +102,23 @@ def test_a_ratio_is_the_median_of_those_of_each_round() -> None:
         )
         for number, ours in ((1, 4.0), (2, 40.0), (3, 6.0))
     ]
-    rows: dict[str, Row] = dict(summarise("p", runs).rows)
+    rounds = Rounds("p", 3, say=print)
+    rounds.runs.extend(runs)
+    rows = rounds.summarise()
     add_ratios(rows, runs, "peer", "s", "cpu_s")
     assert rows == {"ours": {"s": 6.0, "s_ratio": 2.0, "cpu_s_ratio": None}, "peer": {"s": 4.0}}
 
 
 def test_cells_show_figures() -> None:
     row = {"wall_s": 20.0, "ratio": 4.0, "bytes": 3 * 2**20, "none": None}
-    cells = (
-        figure("wall_s", ".1f"),
-        figure("ratio", "x"),
-        figure("bytes", "MB"),
-        figure("none"),
-        figure("other"),
-    )
-    assert [cell(row) for cell in cells] == ["20.0", "4.00x", "3", "-", "-"]
+    columns = ["wall_s .1f", "ratio x", "bytes MB", "none", "other"]
+    assert [format_figure(row, *column.split()) for column in columns] == [
+        "20.0",
+        "4.00x",
+        "3",
+        "-",
+        "-",
+    ]
 
 
 def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ from gcore_bench.harness.processes import joined_world
 def run(spec):
     if spec.contender == "slow":
         time.sleep(600)
-    if spec.contender == "wrong" and spec.rank == 1:
+    if spec.contender == "wrong" and spec.rank == spec.world_size - 1:
         raise ValueError("not\\nme")
     with joined_world(spec):
         memory = b"x" * 2**27
@@ -168,42 +173,41 @@ def run(spec):
 """
 
 
-def spec(tmp_path: Path, contender: str) -> Spec:
+def spec(tmp_path: Path, contender: str, *, world_size: int = 1) -> Spec:
     (tmp_path / "work_of_two.py").write_text(WORK)
     return Spec(
         work="work_of_two",
         contender=contender,
         folder=str(tmp_path),
         options={"cpu_s": 2.0},
-        world_size=2,
+        world_size=world_size,
     )
 
 
 @pytest.fixture
 def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
-def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
-    values, footprints = run_children(spec(tmp_path, "right"), poll_s=0.2)
-    assert merge_ranks(values) == {
+def test_figures_of_ranks_are_merged_and_one_that_fails_ends_the_others(tmp_path: Path) -> None:
+    start_server(1)
+    assert run_processes(spec(tmp_path, "right", world_size=2).of_ranks()) == {
         "rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}
     }
-    assert max(footprint.pss_bytes for _, footprint in footprints) > 2 * 2**27
-    assert max(footprint.num_processes for _, footprint in footprints) == 2
+    with pytest.raises(BenchError, match="wrong failed: ValueError: not me"):
+        run_processes(spec(tmp_path, "wrong", world_size=2).of_ranks())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="ValueError: not me"):
-        run_children(spec(tmp_path, "wrong"), poll_s=0.2)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("importable")
-def test_children_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="it did not end within 3 s"):
-        run_children(spec(tmp_path, "slow"), poll_s=0.2, timeout_s=3.0)
+def test_a_child_is_watched(tmp_path: Path) -> None:
+    value, sizes = run_child(spec(tmp_path, "right"), poll_s=0.2)
+    assert value == {"rank": {"wall_s": 1.0, "cpu_s": 2.0, "bytes": 2**27}}
+    assert highest_bytes(sizes) > 2**27
+    with pytest.raises(BenchError, match="wrong failed: ValueError: not me"):
+        run_child(spec(tmp_path, "wrong"), poll_s=0.2)
+    with pytest.raises(BenchError, match="slow did not end within 3 s"):
+        run_child(spec(tmp_path, "slow"), poll_s=0.2, timeout_s=3.0)

@@ -1,13 +1,15 @@
 """The bench of rollouts: one quick real run of both parts, and its requests and checks."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from gcore_bench.harness.report import BenchError, Rounds
 from gcore_bench.rollout import (
     GenerationContender,
     RolloutOptions,
+    collect,
     count_tokens,
     make_requests,
+    measure_generate,
     measure_generation,
 )
-from gcore_rollout import Completion, Request
+from gcore_rollout import Completion, Engine, Request
 
 
 def test_lengths_have_a_tail_and_fit_the_model() -> None:
@@ -37,8 +41,6 @@ def test_lengths_have_a_tail_and_fit_the_model() -> None:
 
 class FakeEngine:
     """Makes the tokens that it is asked for, or some fewer."""
-
-    pid = os.getpid()
 
     def __init__(self, missing: int) -> None:
         self._missing = missing
@@ -58,23 +60,23 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-async def test_a_contender_makes_the_tokens_that_were_asked_for(
+def test_a_contender_makes_the_tokens_that_were_asked_for(
     tmp_path: Path, missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def start(*_: object) -> FakeEngine:
-        return FakeEngine(missing)
-
-    monkeypatch.setattr(rollout, "start_engine", start)
+    options = RolloutOptions(contenders=("gcore-hf",), max_response_length=8)
+    generate: Any = partial(collect, cast("Engine", FakeEngine(missing)))
+    figures = asyncio.run(measure_generate(generate, make_requests(options), [os.getpid()]))
+    monkeypatch.setattr(rollout, "run_processes", lambda _: {"gcore-hf": figures})
+    monkeypatch.setattr(rollout, "start_server", lambda *_, **__: None)
     monkeypatch.setattr(rollout, "make_model", lambda *_, **__: None)
-    options = RolloutOptions(contenders=("gcore-hf-process",), max_response_length=8)
     rounds = Rounds("generation", 2, say=lambda _: None)
     if missing:
         with pytest.raises(
             BenchError, match=f"the samples have {count_tokens(make_requests(options))}"
         ):
-            await measure_generation(options, tmp_path, rounds)
+            measure_generation(options, tmp_path, rounds)
     else:
-        await measure_generation(options, tmp_path, rounds)
+        measure_generation(options, tmp_path, rounds)
         assert [run.round for run in rounds.runs] == [1, 2]
 
 
@@ -115,7 +117,7 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
     generation, sync = json.loads((tmp_path / "figures.json").read_text())["parts"]
     rows: dict[str, dict[str, Any]] = generation["rows"]
     assert list(rows) == list(get_args(GenerationContender))
-    expected = count_tokens(make_requests(RolloutOptions(quick=True).sized()))
+    expected = count_tokens(make_requests(RolloutOptions(quick=True).resize_if_quick()))
     for row in rows.values():
         assert row["tokens"] == expected
         assert row["tokens_per_s"] > 0

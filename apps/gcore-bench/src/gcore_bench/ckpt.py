@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 
 from gcore_bench.ckpt_libraries import LIBRARIES, InPlaceLibrary, Library, State
-from gcore_bench.harness.processes import Spec, run_children, seconds_of, settle
+from gcore_bench.harness.processes import Spec, highest_bytes, run_child, seconds_of, settle
 from gcore_bench.harness.report import (
     BenchError,
     Figures,
@@ -95,7 +95,7 @@ class CkptOptions(QuickOptions):
 
 def run(options: CkptOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for."""
-    options = options.sized()
+    options = options.resize_if_quick()
     with (
         _scratch_folder(options.dir) as folder,
         Session(options, console, notes=[_NOTE]) as session,
@@ -105,7 +105,7 @@ def run(options: CkptOptions, console: Console) -> None:
             try:
                 rows = _measure_turn(turn.contender, options, folder)
             except BenchError as error:
-                turn.failed(str(error))
+                turn.fail(str(error))
                 continue
             turn.done(rows, "measured")
         rows, lines = compare(rounds)
@@ -130,16 +130,16 @@ def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[st
             options={"size_bytes": round(options.size_gb * 1e9), "tensors": options.tensors},
             threads=os.cpu_count() or 1,
         )
-        (value,), sizes = run_children(
+        value, sizes = run_child(
             spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=_TIMEOUT_S
         )
     rows: dict[str, Figures] = value["rows"]
     if contender != LIMITS:
         # The highest memory while it saved, less that before.
         start_s, end_s = value["saving_s"]
-        peaks = [size.pss_bytes for at_s, size in sizes if start_s <= at_s <= end_s]
-        before_bytes = value["before_bytes"]
-        rows[contender]["peak_bytes"] = float(max([before_bytes, *peaks]) - before_bytes)
+        saving = [(at_s, size_bytes) for at_s, size_bytes in sizes if start_s <= at_s <= end_s]
+        peak_bytes = highest_bytes(saving) - value["before_bytes"]
+        rows[contender]["peak_bytes"] = float(max(0, peak_bytes))
     return rows
 
 
@@ -244,13 +244,11 @@ def measure(spec: Spec) -> dict[str, Any]:
     start_s = time.monotonic()
     seconds = _measure_saves(library, root, state)
     saving_s = (start_s, time.monotonic())
-    for temperature in ("cold", "warm"):
-        seconds[f"load_{temperature}"] = _measure_load(library, root, state, temperature)
-    if isinstance(library, InPlaceLibrary):
+    ways = ["load", "in_place"] if isinstance(library, InPlaceLibrary) else ["load"]
+    for way in ways:
         for temperature in ("cold", "warm"):
-            seconds[f"in_place_{temperature}"] = _measure_load_in_place(
-                library, root, state, temperature
-            )
+            metric = f"{way}_{temperature}"
+            seconds[metric] = _measure_load(library, root, state, way, temperature)
     library.close()
     return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
 
@@ -261,50 +259,38 @@ def _measure_saves(library: Library, root: Path, state: State) -> Figures:
     They are those until the state may be changed, and until the save survives a crash of the machine.
     """
     library.save(root / "0", state)()
-    _sync(library.unsynced(root / "0"))
+    _sync(library.find_unsynced(root / "0"))
     os.sync()
     settle()
     start_s = time.perf_counter()
     wait = library.save(root / "1", state)
     stall_s = time.perf_counter() - start_s
     wait()
-    _sync(library.unsynced(root / "1"))
+    _sync(library.find_unsynced(root / "1"))
     return {"stall": stall_s, "durable": time.perf_counter() - start_s}
 
 
-def _measure_load(library: Library, root: Path, state: State, temperature: str) -> float:
-    """Load into fresh memory, check every tensor, and return the seconds of the load."""
-    _prepare_cache(root, temperature)
-    settle()
-    start_s = time.perf_counter()
-    loaded = library.load(root / "1", state)
-    seconds = time.perf_counter() - start_s
-    _check_loaded(loaded, state, "load")
-    return seconds
-
-
-def _measure_load_in_place(
-    library: InPlaceLibrary, root: Path, state: State, temperature: str
-) -> float:
-    """Load over zeros, check every tensor, and return the seconds of the load."""
+def _measure_load(library: Library, root: Path, state: State, way: str, temperature: str) -> float:
+    """Load into fresh memory or over zeros, check every tensor, and return the seconds of the load."""
     import torch
 
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    loaded: State = {}
+    if way == "in_place":
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     _prepare_cache(root, temperature)
     settle()
     start_s = time.perf_counter()
-    library.load_into(root / "1", loaded)
+    if isinstance(library, InPlaceLibrary) and loaded:
+        library.load_into(root / "1", loaded)
+    else:
+        loaded = library.load(root / "1", state)
     seconds = time.perf_counter() - start_s
-    _check_loaded(loaded, state, "in_place")
-    return seconds
-
-
-def _check_loaded(loaded: State, state: State, way: str) -> None:
     for name, tensor in state.items():
         if not is_same(loaded.get(name), tensor):
             raise ValueError(
                 f"tensor {name}, by {way}, was loaded with other bytes than were saved"
             )
+    return seconds
 
 
 def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:

@@ -34,7 +34,7 @@ class Library(ABC):
     def load(self, path: Path, like: State, /) -> State:
         """Load into newly allocated memory; ``like`` has the shapes."""
 
-    def unsynced(self, path: Path, /) -> list[Path]:
+    def find_unsynced(self, path: Path, /) -> list[Path]:
         """Return files and folders that are left unsynced, without which a save may not survive a crash."""
         return [path, path.parent]
 
@@ -71,7 +71,7 @@ class GcoreLibrary(InPlaceLibrary):
     def load_into(self, path: Path, state: State, /) -> None:
         self._checkpointer.load(state, step=int(path.name))
 
-    def unsynced(self, _path: Path, /) -> list[Path]:
+    def find_unsynced(self, _path: Path, /) -> list[Path]:
         return []
 
     def close(self) -> None:
@@ -159,10 +159,10 @@ class DcpAsyncLibrary(DcpLibrary):
     def save(self, path: Path, state: State, /) -> Callable[[], object]:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-        kind = AsyncCheckpointerType.PROCESS
+        process = AsyncCheckpointerType.PROCESS
         # A future of the upload alone, because of the stager.
         upload: Any = async_save(
-            state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=self._stager
+            state, checkpoint_id=path, async_checkpointer_type=process, async_stager=self._stager
         )
         return upload.result
 
@@ -193,7 +193,7 @@ class OrbaxLibrary(Library):
         )
         return {name: _to_tensor(array) for name, array in arrays.items()}
 
-    def unsynced(self, path: Path, /) -> list[Path]:
+    def find_unsynced(self, path: Path, /) -> list[Path]:
         # It writes these itself; tensorstore syncs those with the data.
         return [*path.glob("_*METADATA"), path, path.parent]
 

@@ -125,7 +125,7 @@ def run(options: ControllerOptions, console: Console) -> None:
     Raises:
         BenchError: a contender failed, or features arrived with other bytes.
     """
-    options = options.sized()
+    options = options.resize_if_quick()
     with Session(options, console, notes=[_NOTE]) as session, stderr_to(session.folder / "log"):
         for payload_mb in sorted(set(options.payload_mb)):
             rounds = Rounds(f"{payload_mb} MB", options.rounds, say=session.say)
@@ -143,9 +143,9 @@ def compare(rows: Mapping[str, Row]) -> list[str]:
     if not ours or not verls:
         return []
     least = min(verls) / max(ours)
-    most = min(verls) / min(ours)
+    highest = min(verls) / min(ours)
     return [
-        f"overhead of verl's driver, the faster of its forms, over gcore's: {least:.1f} to {most:.1f} "
+        f"overhead of verl's driver, the faster of its forms, over gcore's: {least:.1f} to {highest:.1f} "
         f"(aim: at least {_LESS_OVERHEAD:g}, {verdict(least >= _LESS_OVERHEAD)})"
     ]
 
@@ -284,7 +284,7 @@ def checksum(features: Features) -> int:
     return int(features.view(np.int64).sum())
 
 
-def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None:
+def check_read(expected: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None:
     """Raise `BenchError` if the checksum of a sample differs, or a sample is missing or was read twice."""
     checksums = dict(read)
     if len(checksums) < len(read):
@@ -292,7 +292,9 @@ def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None
             f"{len(read)} samples were read; only {len(checksums)} of them are distinct"
         )
     wrong = [
-        index for index in made.keys() | checksums.keys() if made.get(index) != checksums.get(index)
+        index
+        for index in expected.keys() | checksums.keys()
+        if expected.get(index) != checksums.get(index)
     ]
     if wrong:
         raise BenchError(
@@ -411,22 +413,15 @@ class BenchWorker:
 
     async def read(self, samples: Sequence[SampleFacts]) -> list[tuple[int, int]]:
         """Return the index and the checksum of each sample."""
-        features = await asyncio.gather(*(sample.features.get() for sample in samples))
-        return [
-            (sample.index, checksum(value)) for sample, value in zip(samples, features, strict=True)
-        ]
+        return [(sample.index, checksum(await sample.features.get())) for sample in samples]
 
-    async def only_make(self, payload: Payload, indices: Sequence[int]) -> None:
-        """Make the same features in memory that is kept between steps of the same samples, and sum them up."""
+    async def work_alone(self, payload: Payload, indices: Sequence[int]) -> None:
+        """Make the same features in memory that is kept between steps of the same samples, and read them twice."""
         if list(self._features) != list(indices):
             self._features = {index: np.empty(payload.num_floats, np.float32) for index in indices}
         for index, features in self._features.items():
             payload.features(index, out=features)
-        await self.only_read()
-
-    async def only_read(self) -> None:
-        """Read all bytes of these features."""
-        for features in self._features.values():
+        for features in [*self._features.values(), *self._features.values()]:
             checksum(features)
 
 
@@ -436,15 +431,15 @@ async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int)
     seconds: list[float] = []
     for _ in range(WARMUP_STEPS + num_steps):
         start_s = time.perf_counter()
-        makes = [
-            worker.only_make.remote(payload, indices)
-            for worker, indices in zip(workers, slices, strict=True)
-        ]
-        await asyncio.gather(*makes)
-        await asyncio.gather(*(worker.only_read.remote() for worker in workers))
+        await asyncio.gather(
+            *(
+                worker.work_alone.remote(payload, indices)
+                for worker, indices in zip(workers, slices, strict=True)
+            )
+        )
         seconds.append(time.perf_counter() - start_s)
     # Release the memory.
-    await asyncio.gather(*(worker.only_make.remote(payload, []) for worker in workers))
+    await asyncio.gather(*(worker.work_alone.remote(payload, []) for worker in workers))
     return median(seconds[WARMUP_STEPS:])
 
 
@@ -464,45 +459,42 @@ async def dispatch_program(
 async def _dispatch(ctx: Context[list[Any]], payload: Payload) -> None:
     # Every worker has a controller and every controller a part, whichever of them are more.
     num_parts = max(ctx.world_size, len(ctx.roles))
-    parts = range(ctx.rank, num_parts, ctx.world_size)
-    workers = [ctx.roles[part % len(ctx.roles)] for part in parts]
     slices = payload.split(num_parts)
-    makes = [
-        worker.make.remote(payload, slices[part])
-        for worker, part in zip(workers, parts, strict=True)
-    ]
+    workers: dict[int, Any] = {}
+    for part in range(ctx.rank, num_parts, ctx.world_size):
+        workers[part] = ctx.roles[part % len(ctx.roles)]
     samples: list[SampleFacts] = []
-    for made in await asyncio.gather(*makes):
-        samples.extend(made)
-    baseline = (
-        await ctx.group.all_reduce(sum(sample.reward for sample in samples)) / payload.num_samples
-    )
-    facts = [
-        (sample.index, sample.length, sample.checksum, sample.reward - baseline)
-        for sample in samples
-    ]
-    everything: list[tuple[int, int, int, float]] = []
-    for rows in await ctx.group.all_gather(facts):
-        everything.extend(rows)
-    everything.sort()
+    makes = [worker.make.remote(payload, slices[part]) for part, worker in workers.items()]
+    for worker_samples in await asyncio.gather(*makes):
+        samples.extend(worker_samples)
+    total_reward = await ctx.group.all_reduce(sum(sample.reward for sample in samples))
+    baseline = total_reward / payload.num_samples
+    facts: dict[int, tuple[int, int, float]] = {}
+    for sample in samples:
+        facts[sample.index] = (sample.length, sample.checksum, sample.reward - baseline)
+    all_facts: dict[int, tuple[int, int, float]] = {}
+    for rank_facts in await ctx.group.all_gather(facts):
+        all_facts |= rank_facts
+    lengths = [all_facts[index][0] for index in range(payload.num_samples)]
     part_of: dict[int, int] = {}
-    lengths = [length for _, length, _, _ in everything]
     for part, indices in enumerate(balance(lengths, num_parts, equal_count=True)):
         part_of |= dict.fromkeys(indices.tolist(), part)
     outgoing: list[list[SampleFacts]] = [[] for _ in range(ctx.world_size)]
     for sample in samples:
         outgoing[part_of[sample.index] % ctx.world_size].append(sample)
-    batches: dict[int, list[SampleFacts]] = {part: [] for part in parts}
-    for received in await ctx.group.all_to_all(outgoing):
-        for sample in received:
+    batches: dict[int, list[SampleFacts]] = {part: [] for part in workers}
+    for rank_samples in await ctx.group.all_to_all(outgoing):
+        for sample in rank_samples:
             batches[part_of[sample.index]].append(sample)
-    reads = [worker.read.remote(batches[part]) for worker, part in zip(workers, parts, strict=True)]
+    expected: dict[int, int] = {}
+    for index, part in part_of.items():
+        if part in batches:
+            expected[index] = all_facts[index][1]
+    reads = [worker.read.remote(batches[part]) for part, worker in workers.items()]
     read: list[tuple[int, int]] = []
-    for rows in await asyncio.gather(*reads):
-        read.extend(rows)
-    check_read(
-        {index: total for index, _, total, _ in everything if part_of[index] in batches}, read
-    )
+    for checksums in await asyncio.gather(*reads):
+        read += checksums
+    check_read(expected, read)
 
 
 class DriverProcess:
@@ -553,14 +545,15 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
             for row, index in zip(features, indices, strict=True):
                 payload.features(index, out=row)
             responses = [payload.response(index) for index in indices]
-            columns = {
-                name: torch.tensor([response[name] for response in responses])
-                for name in ("length", "reward")
-            }
-            columns["index"] = data.batch["index"]
-            columns["features"] = torch.from_numpy(features)
-            columns["checksum"] = torch.tensor([checksum(row) for row in features])
-            return DataProto.from_dict(columns)
+            return DataProto.from_dict(
+                {
+                    "index": data.batch["index"],
+                    "features": torch.from_numpy(features),
+                    "checksum": torch.tensor([checksum(row) for row in features]),
+                    "length": torch.tensor([response["length"] for response in responses]),
+                    "reward": torch.tensor([response["reward"] for response in responses]),
+                }
+            )
 
         @register(dispatch_mode=dispatch.DP_COMPUTE_PROTO)
         def read(self, data: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, run_children, settle, status_bytes
+from gcore_bench.harness.processes import Spec, run_child, settle, status_bytes
 from gcore_bench.harness.report import (
     Count,
     Figures,
@@ -101,7 +101,7 @@ class DataOptions(QuickOptions):
 
 def run(options: DataOptions, console: Console) -> None:
     """Measure and print the parts of ``options``, and write their figures."""
-    options = options.sized()
+    options = options.resize_if_quick()
     with Session(options, console, notes=[_NOTE]) as session:
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
@@ -119,7 +119,7 @@ def run(options: DataOptions, console: Console) -> None:
                     folder=str(session.folder),
                     options=values,
                 )
-                (figures,), _ = run_children(spec)
+                figures, _ = run_child(spec)
                 figures["rows"] = num_rows
                 figures["row_us"] = figures["cpu_s"] / num_rows * 1e6
                 figures["row_bytes"] = figures["own_bytes"] / num_rows
@@ -196,12 +196,12 @@ def measure(spec: Spec) -> Figures:
     before_bytes = status_bytes("RssAnon")
     start_s = time.perf_counter()
     start_cpu_s = time.process_time()
-    kept = start()
+    rows_in_use = start()
     wall_s = time.perf_counter() - start_s
     cpu_s = time.process_time() - start_cpu_s
     settle()
     own_bytes = status_bytes("RssAnon") - before_bytes
-    del kept
+    del rows_in_use
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return {
         "wall_s": wall_s,

@@ -4,7 +4,6 @@ The plain loop (arXiv 2505.05470) is written directly on diffusers, in one proce
 window of noisy steps, loss and optimizer of gcore-diffusion's embedded run, and no evaluation, checkpoints or recovery.
 """
 
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from rich.console import Console
 
-from gcore_bench.harness.processes import Program, Spec, child_program, run_program
+from gcore_bench.harness.processes import Spec, run_child, run_training
 from gcore_bench.harness.report import (
     Count,
     Figures,
@@ -99,7 +98,7 @@ def run(options: DiffusionOptions, console: Console) -> None:
     from gcore_diffusion.demo.pretraining import pretrained_pipeline
     from gcore_runs import Display
 
-    options = options.sized()
+    options = options.resize_if_quick()
     # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
     # The result of pretraining does not affect times.
@@ -146,47 +145,40 @@ def _compare(rows: Mapping[str, Row]) -> list[str]:
 
 def _run_plain(name: str, model: Path, options: DiffusionOptions, label: str) -> list[Figures]:
     """Run a plain loop in a process; return the seconds of each measured step by stage."""
-    threads = PLAIN.index(name) + 1
-    folder = model.parent
     values = {"model": str(model), "seed": options.seed, "prompts": options.prompts, "n": options.n}
     values["steps"] = options.warmup + options.steps
     spec = Spec(
         work="gcore_bench.diffusion:run_loop",
-        contender=name,
-        folder=str(folder),
+        contender=f"{name}, {label}",
+        folder=str(model.parent),
         options=values,
-        threads=threads,
+        threads=PLAIN.index(name) + 1,
     )
-    program = child_program(spec, folder / f"plain-{label}.json", {"OMP_NUM_THREADS": str(threads)})
-    run_program(program, name=name, log=folder / f"plain-{label}.log")
-    return program.read()[options.warmup :]
+    steps, _ = run_child(spec)
+    return steps[options.warmup :]
 
 
 def _run_gcore(name: str, model: Path, options: DiffusionOptions, number: int) -> list[Figures]:
     """Run `gcore-diffusion train`; return the seconds of each measured step by stage."""
-    from gcore_runs import read_jsonl
-
     folder = model.parent
-    run_name = f"run-{number}-{list(GCORE).index(name)}"
     words = (
-        f"train --name {run_name} --device cpu --seed {options.seed} --demo.num-steps 1 --demo.cache-dir {folder} "
+        f"--device cpu --seed {options.seed} --demo.num-steps 1 --demo.cache-dir {folder} "
         f"--data.val-size 0 --data.train-batch-size {options.prompts} --rollout.n {options.n} "
         f"--trainer.total-training-steps {options.warmup + options.steps} --trainer.save-freq 1000 "
         f"--trainer.tensorboard False --algorithm.filter-groups False --actor.loss.kl-loss-coef 0 {GCORE[name]}"
     )
-    main = "from gcore_diffusion.cli import main; main()"
-    command = [sys.executable, "-c", main, *words.split(), "--reward.held-out", ""]
-    program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
-    run_program(program, name=name, log=folder / f"{run_name}.log")
-    rows = [
-        row
-        for row in read_jsonl(folder / "runs" / run_name / "metrics.jsonl")
-        if "timing_s/step" in row
-    ]
-    steps = [
-        {stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)} for row in rows
-    ]
-    return steps[options.warmup :]
+    rows, _ = run_training(
+        "gcore_diffusion",
+        [*words.split(), "--reward.held-out", ""],
+        name=f"run-{number}-{list(GCORE).index(name)}",
+        folder=folder,
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    steps: list[Figures] = []
+    for row in rows[options.warmup :]:
+        seconds = {stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)}
+        steps.append(seconds)
+    return steps
 
 
 def run_loop(spec: Spec) -> list[Figures]:

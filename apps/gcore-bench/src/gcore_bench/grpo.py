@@ -1,22 +1,21 @@
 """`gcore-bench grpo`: whole GRPO steps under gcore and TRL on the same workload, in turn, in new processes.
 
-Every contender makes the steps that `train_config` describes.
+Every contender makes the steps that `list_options` describes.
 """
 
-import asyncio
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rich.console import Console
 
-from gcore_bench.harness.processes import Footprint, Spec, child_program, run_program
+from gcore_bench.harness.processes import Spec, highest_bytes, run_child, run_training
 from gcore_bench.harness.report import (
     BenchError,
     BenchOptions,
@@ -29,22 +28,15 @@ from gcore_bench.harness.report import (
     paired_ratio,
     verdict,
 )
-from gcore_rollout import RewardFunction, Scored
 
 if TYPE_CHECKING:
     from gcore_llm import TrainConfig
-    from gcore_llm.prompts import PromptSets
 
 ContenderName = Literal["gcore", "gcore-vllm", "trl"]
 
-PROMPT_LENGTH = 4
-"""Length of every prompt, in tokens, which are characters: ``7+8=``."""
-MODEL = "model"
-"""The process that makes the model of a workload."""
 MEAN_LENGTH = 50
 """Mean length of the long-tailed model's answers without a limit."""
 
-_NUM_JUDGED = 256
 _MODEL_SEED = 0
 _AIM_OVER_TRL = {"short": 3.3}
 """Least speed of gcore over TRL's, by workload."""
@@ -58,7 +50,6 @@ _COLUMNS: dict[str, str] = {
     "samples/s": "samples_per_s ,.0f",
     "step s": "step_s .3f",
     "gen s": "gen_s .3f",
-    "reward s": "reward_s .3f",
     "train s": "train_s .3f",
     "CPU s": "cpu_s .3f",
     "peak MB": "peak_bytes MB",
@@ -66,8 +57,8 @@ _COLUMNS: dict[str, str] = {
     "score": "score .3f",
 }
 _NOTE = (
-    "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, "
-    "shared pages counted once."
+    "gen includes tokenizing, detokenizing, rewards and the transfer of weights to the engine; peak MB is of all "
+    "processes, shared pages counted once."
 )
 
 
@@ -136,32 +127,13 @@ WORKLOADS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """The steps that a contender makes in one run."""
-
-    contender: str
-    workload: Workload
-    model: Path
-    steps: int
-    threads: int
-    seed: int
-    warmup_steps: int = 0
-    """The first of the steps, which are not measured."""
-
-    @property
-    def uses_vllm(self) -> bool:
-        """True if the contender generates by vLLM in its own process."""
-        return self.contender == "gcore-vllm"
-
-
-Step = dict[str, Any]
-"""Figures of one step, from the end of the previous one to its own end.
+Step = dict[str, float]
+"""Figures of one step.
 
 - ``step_s``; ``cpu_s`` of all threads.
-- ``gen_s``: generation, including tokenizing, detokenizing and the transfer of new weights to the engine.
-- ``reward_s``: time inside the reward function; ``train_s``: forward, backward and optimizer.
-- ``score``: mean over all completions; ``mean_length`` and ``max_length`` of completions, in tokens.
+- ``gen_s``: generation, including tokenizing, detokenizing, rewards and the transfer of new weights to the engine.
+- ``train_s``: forward, backward and optimizer.
+- ``score``: mean over all completions; ``mean_length`` of completions, in tokens.
 """
 
 
@@ -179,7 +151,13 @@ def run(options: GrpoOptions, console: Console) -> None:
         for name in names:
             workload = WORKLOADS[name]
             rounds = Rounds(name, options.rounds, say=session.say)
-            _run_rounds(workload, options, rounds)
+            model = options.work_dir.absolute() / f"{name}-model"
+            if not model.is_dir():
+                session.say(f"{name}: making the model")
+                make_model(workload, model)
+            for turn in rounds.turns(options.contenders):
+                figures = _measure(turn.contender, workload, model, options)
+                turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s a step")
             rows = rounds.summarise()
             title = (
                 f"{name}: {workload.description}, {workload.samples_per_step} completions a step"
@@ -187,47 +165,84 @@ def run(options: GrpoOptions, console: Console) -> None:
             session.report(title, _COLUMNS, rows, rounds.runs, lines=compare(name, rows, rounds))
 
 
-def _run_rounds(workload: Workload, options: GrpoOptions, rounds: Rounds) -> None:
-    """Run every contender in turn."""
-    model = options.work_dir / f"{workload.name}-model"
-    task = Task(
-        contender=MODEL,
-        workload=workload,
-        model=model,
-        steps=0,
+def _measure(contender: str, workload: Workload, model: Path, options: GrpoOptions) -> Figures:
+    """Return the figures of a contender's run, whose files are left next to the model."""
+    name = f"{workload.name}-{contender}"
+    num_steps = options.steps or workload.steps
+    words = [f"--name={name}", f"--model={model}", f"--seed={options.seed}"]
+    words += [f"--threads={options.threads}", f"--runs-dir={model.parent / 'runs'}"]
+    words += list_options(workload, options.warmup_steps + num_steps)
+    variables: dict[str, str] = {}
+    if contender == "gcore-vllm":
+        words.append("--rollout.engine=vllm")
+        variables = _VLLM_ENVIRONMENT
+    spec = Spec(
+        work=f"gcore_bench.grpo:{'run_trl' if contender == 'trl' else 'run_gcore'}",
+        part=workload.name,
+        contender=name,
+        folder=str(model.parent),
+        options={"words": words},
         threads=options.threads,
-        seed=options.seed,
     )
-    if not model.is_dir():
-        rounds.say(f"{workload.name}: making the model")
-        _run_task(task, options)
-    measured_steps = options.steps or workload.steps
-    for turn in rounds.turns(options.contenders):
-        contender_task = replace(
-            task,
-            contender=turn.contender,
-            steps=options.warmup_steps + measured_steps,
-            warmup_steps=options.warmup_steps,
-        )
-        steps, footprint = _run_task(contender_task, options)
-        if len(steps) != measured_steps:
-            raise BenchError(
-                f"{turn.contender} made {len(steps)} steps of {measured_steps} on workload {rounds.part}"
-            )
-        figures = summarise_steps(steps, workload.samples_per_step)
-        figures["peak_bytes"] = float(footprint.pss_bytes)
-        turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s a step")
+    steps, sizes = run_child(spec, environment=variables)
+    measured = steps[options.warmup_steps :]
+    if len(measured) != num_steps:
+        raise BenchError(f"{name} made {len(measured)} steps of {num_steps}")
+    figures = summarise_steps(measured, workload.samples_per_step)
+    figures["peak_bytes"] = float(highest_bytes(sizes))
+    return figures
+
+
+def run_gcore(spec: Spec) -> list[Step]:
+    """Run `gcore-llm train` in this process; return the figures of every step."""
+    from gcore_llm.cli import parse_train
+    from gcore_llm.training import train
+    from gcore_runs import Display, read_jsonl
+
+    cpu_s = [time.process_time()]
+
+    class TimedDisplay(Display):
+        """Notes the processor's seconds at the end of each step."""
+
+        def show_progress(
+            self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step"
+        ) -> None:
+            cpu_s.append(time.process_time())
+            super().show_progress(step, cells, unit=unit)
+
+    config = parse_train(spec.options["words"])
+    # A run of this name would be resumed.
+    shutil.rmtree(Path(spec.folder) / "runs" / spec.contender, ignore_errors=True)
+    with TimedDisplay(Console(quiet=True)) as display:
+        run = train(config, display)
+    rows = [row for row in read_jsonl(run.run / "metrics.jsonl") if "timing_s/step" in row]
+    steps: list[Step] = []
+    for row, before_s, after_s in zip(rows, cpu_s, cpu_s[1:], strict=False):
+        steps.append(read_step(row, after_s - before_s))
+    return steps
+
+
+def read_step(row: Mapping[str, float], cpu_s: float) -> Step:
+    """Return the figures of a step of gcore from its metrics, and the processor's seconds."""
+    gen_s = row["timing_s/gen"] + row.get("timing_s/reward", 0.0) + row["timing_s/sync"]
+    return {
+        "step_s": row["timing_s/step"],
+        "cpu_s": cpu_s,
+        "gen_s": gen_s,
+        "train_s": row["timing_s/train"],
+        "score": row["critic/score/mean"],
+        "mean_length": row["response_length/mean"],
+    }
 
 
 def summarise_steps(steps: Sequence[Step], samples_per_step: int) -> Figures:
     """Return medians of seconds, and means of lengths and scores."""
     figures: Figures = {}
-    for metric in ("step_s", "cpu_s", "gen_s", "reward_s", "train_s"):
+    for metric in ("step_s", "cpu_s", "gen_s", "train_s"):
         figures[metric] = median(step[metric] for step in steps)
+    for metric in ("mean_length", "score"):
+        figures[metric] = fmean(step[metric] for step in steps)
     figures["samples_per_s"] = samples_per_step / figures["step_s"]
-    figures["mean_length"] = fmean(step["mean_length"] for step in steps)
-    figures["max_length"] = float(max(step["max_length"] for step in steps))
-    figures["score"] = fmean(step["score"] for step in steps)
     return figures
 
 
@@ -250,127 +265,54 @@ def compare(workload: str, rows: Mapping[str, Row], rounds: Rounds) -> list[str]
     return lines
 
 
-def _run_task(task: Task, options: GrpoOptions) -> tuple[list[Step], Footprint]:
-    """Run the process of a task; return the figures of its measured steps, and its size."""
-    logs = options.work_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    name = f"{task.workload.name}-{task.contender}"
-    values = {"model": str(task.model), "steps": task.steps, "seed": task.seed}
-    spec = Spec(
-        work="gcore_bench.grpo:run_steps",
-        part=task.workload.name,
-        contender=task.contender,
-        folder=str(logs),
-        options=values,
-        threads=task.threads,
-    )
-    variables = {"OMP_NUM_THREADS": str(task.threads)}
-    if task.uses_vllm:
-        variables |= _VLLM_ENVIRONMENT
-    program = child_program(spec, logs / f"{name}.json", variables)
-    label = f"{task.contender} on workload {task.workload.name}"
-    footprint = run_program(program, name=label, log=logs / f"{name}.log")
-    return program.read()[task.warmup_steps :], footprint
-
-
-def run_steps(spec: Spec) -> list[Step]:
-    """Make the steps of a contender, or the model that the workload trains; return the figures of every step."""
-    values: dict[str, Any] = spec.options | {"model": Path(spec.options["model"])}
-    task = Task(
-        workload=WORKLOADS[spec.part], contender=spec.contender, threads=spec.threads, **values
-    )
-    if spec.contender == MODEL:
-        make_model(task)
-        return []
-    if spec.contender == "trl":
-        return run_trl(task)
-    return run_gcore(task)
-
-
-def train_config(task: Task) -> "TrainConfig":
-    """Return gcore-llm's settings for a task: plain GRPO, no dynamic sampling, one update a step."""
-    from gcore_llm import (
-        ActorConfig,
-        AlgorithmConfig,
-        DataConfig,
-        RolloutConfig,
-        TaskConfig,
-        TrainConfig,
-        TrainerConfig,
-    )
-    from gcore_trainer import OptimizerConfig, PolicyLossConfig
-
-    workload = task.workload
-    steps = max(1, task.steps)
-    engine = "vllm" if task.uses_vllm else "hf"
-    return TrainConfig(
-        reward=workload.reward,
-        seed=task.seed,
-        threads=task.threads,
-        device="cpu",
-        task=TaskConfig(
-            name="chain_sum",
-            params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-            num_train=4096,
-            # There are about two hundred such sums; those held out are not trained on.
-            num_val=8,
-        ),
-        data=DataConfig(
-            train_batch_size=workload.train_batch_size,
-            max_prompt_length=PROMPT_LENGTH,
-            max_response_length=workload.max_response_length,
-        ),
-        rollout=RolloutConfig(engine=engine, n=workload.n, max_num_seqs=workload.samples_per_step),
-        algorithm=AlgorithmConfig(filter_groups=False),
+def list_options(workload: Workload, num_steps: int) -> list[str]:
+    """Return the options of `gcore-llm train` for a workload: plain GRPO, no dynamic sampling, one update a step."""
+    options = [
+        "--recipe=own_data",
+        "--device=cpu",
+        "--task.name=chain_sum",
+        "--task.params.min_terms=2",
+        "--task.params.max_terms=2",
+        "--task.params.min_digits=1",
+        "--task.params.max_digits=1",
+        "--task.num-train=4096",
+        # There are about two hundred such sums; those held out are not trained on.
+        "--task.num-val=32",
+        f"--data.train-batch-size={workload.train_batch_size}",
+        # Tokens are characters: 7+8=
+        "--data.max-prompt-length=4",
+        f"--data.max-response-length={workload.max_response_length}",
+        f"--rollout.n={workload.n}",
+        f"--rollout.max-num-seqs={workload.samples_per_step}",
+        "--algorithm.filter-groups=False",
         # The rate is so low that response lengths stay the same throughout a run.
-        actor=ActorConfig(optim=OptimizerConfig(lr=1e-5, grad_clip=1.0), loss=PolicyLossConfig()),
-        trainer=TrainerConfig(
-            total_training_steps=steps, save_freq=steps, test_freq=steps, tensorboard=False
-        ),
-    )
+        "--actor.optim.lr=1e-5",
+        f"--trainer.total-training-steps={num_steps}",
+        f"--trainer.save-freq={num_steps}",
+        f"--trainer.test-freq={num_steps}",
+        "--trainer.tensorboard=False",
+    ]
+    if workload.reward:
+        options.append(f"--reward={workload.reward}")
+    return options
 
 
-def load_train_prompts(config: "TrainConfig", tokenizer: Any) -> "PromptSets":
-    """Return the workload's prompts without validation prompts, so that no step evaluates."""
-    from gcore_llm.data.tasks import load_task
-
-    return replace(load_task(config.task, config.data, tokenizer, seed=config.seed), val=[])
-
-
-def make_model(task: Task) -> None:
+def make_model(workload: Workload, model: Path) -> None:
     """Make the model that the workload trains."""
-    from gcore_runs.run_folder import write_atomically
+    from gcore_runs import write_atomically
 
-    task.model.parent.mkdir(parents=True, exist_ok=True)
-    if task.workload.name == "short":
-        _make_warmed_up(replace(task, seed=_MODEL_SEED))
-    else:
-        write_atomically(task.model, _write_long_tailed)
-
-
-def _make_warmed_up(task: Task) -> None:
-    """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
-    from gcore_llm.finetune.warmup import make_warm_model
-    from gcore_llm.sampling import reward_function
-    from gcore_llm.sections import WarmupConfig
-    from gcore_llm.tiny_model import tiny_tokenizer
-    from gcore_rollout import RewardRunner
-    from gcore_runs import resolve
-    from gcore_runs.loop.recorder import Display
-    from gcore_runs.run_folder import RunFolder
-
-    warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
-    config = resolve(train_config(task))
-    folder = RunFolder(task.model.with_name(f"{task.model.name}-run"))
-    tokenizer = tiny_tokenizer()
-    prompts = load_train_prompts(config, tokenizer)
-    judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
-    with Display() as display:
-        reward = RewardRunner(reward_function(config), config.reward_calls.runner)
-        making = make_warm_model(config, folder, judged, tokenizer, reward, display, warmup=warmup)
-        asyncio.run(making)
-    folder.model.rename(task.model)
-    shutil.rmtree(folder.path)
+    model.parent.mkdir(parents=True, exist_ok=True)
+    if workload.name == "long":
+        write_atomically(model, _write_long_tailed)
+        return
+    # gcore-llm's tiny model, fine-tuned until about four of ten sampled sums are correct.
+    name = "short-warm-up"
+    options = ["--warmup.max-steps=400", "--warmup.target-accuracy=0.4", "--warmup.test-freq=10"]
+    options += list_options(workload, 1)
+    run_training("gcore_llm", options, name=name, folder=model.parent, environment={})
+    run = model.parent / "runs" / name
+    (run / "model").rename(model)
+    shutil.rmtree(run)
 
 
 def _write_long_tailed(folder: Path) -> None:
@@ -380,7 +322,6 @@ def _write_long_tailed(folder: Path) -> None:
     last hidden state, so that a token's value in it acts as a bias of its logit. The end of the sequence has the bias
     that makes its probability 1 / MEAN_LENGTH; tokens that are not printable characters are excluded.
     """
-
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -402,184 +343,91 @@ def _write_long_tailed(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-class StepRecorder:
-    """Collects the figures of every step of a contender that runs in one process, and calls its reward function."""
-
-    def __init__(self, reward: RewardFunction) -> None:
-        self.steps: list[Step] = []
-        self._reward = reward
-        self._reward_s = 0.0
-        self._scores: list[float] = []
-        self._start_s = time.perf_counter()
-        self._start_cpu_s = time.process_time()
-
-    def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """Call the reward function, and note the seconds inside it and its score."""
-        start_s = time.perf_counter()
-        value = cast("Any", self._reward(prompt, completion, row))
-        self._reward_s += time.perf_counter() - start_s
-        if isinstance(value, Scored):
-            value = value.score
-        self._scores.append(float(value))
-        return float(value)
-
-    def end_step(self, lengths: Sequence[int], *, gen_s: float, train_s: float) -> None:
-        """Record a step, from the end of the previous one until now."""
-        end_s = time.perf_counter()
-        end_cpu_s = time.process_time()
-        step: Step = {
-            "step_s": end_s - self._start_s,
-            "cpu_s": end_cpu_s - self._start_cpu_s,
-            "gen_s": gen_s,
-            "reward_s": self._reward_s,
-            "train_s": train_s,
-            "score": sum(self._scores) / max(len(self._scores), 1),
-            "mean_length": fmean(lengths),
-            "max_length": max(lengths),
-        }
-        self.steps.append(step)
-        self._start_s = end_s
-        self._start_cpu_s = end_cpu_s
-        self._reward_s = 0.0
-        self._scores = []
-
-
-def run_gcore(task: Task) -> list[Step]:
-    """Run the program of gcore-llm in one process; return the figures of every step."""
-    import torch
-
-    from gcore_controller import Event, Stepped, run_inline, share_trainer
-    from gcore_llm.learning.preparation import workload_of
-    from gcore_llm.learning.trainer_worker import start_trainer
-    from gcore_llm.modality import LLMJob, Roles, SamplingRoles
-    from gcore_llm.sampling import reward_function, start_policy
-    from gcore_rollout import Completion, InstrumentedEngine, Request, RewardRunner
-    from gcore_runs import build_tokenizer, eos_token_ids, resolve
-
-    lengths: list[int] = []
-
-    class WatchedEngine(InstrumentedEngine[Request, Completion]):
-        """Records the lengths of its completions."""
-
-        async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-            async for completion in super().generate(requests):
-                lengths.append(completion.token_ids.size)
-                yield completion
-
-    async def record(event: Event) -> None:
-        if isinstance(event, Stepped):
-            seconds = event.metrics
-            # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
-            gen_s = sum(
-                seconds.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")
-            )
-            recorder.end_step(lengths, gen_s=gen_s, train_s=seconds["timing_s/train"])
-            recorder.steps[-1]["gen_s"] -= recorder.steps[-1]["reward_s"]
-            lengths.clear()
-
-    config = resolve(train_config(task))
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    tokenizer = build_tokenizer(task.model)
-    policy = asyncio.run(
-        start_policy(config, task.model, eos_token_ids=eos_token_ids(tokenizer, task.model))
-    )
-    # No checkpoint is saved in this run.
-    learner = start_trainer(config, task.model, task.model.parent / "checkpoints")
-    recorder = StepRecorder(reward_function(config))
-    engine = WatchedEngine(policy, name="engine")
-    job = LLMJob(
-        config=config,
-        prompts=load_train_prompts(config, tokenizer),
-        workload=workload_of(task.model),
-        first_step=0,
-        is_evaluated=True,
-        controllers=None,
-        is_policy_behind=False,
-    )
-
-    async def make_steps() -> None:
-        reward = RewardRunner(recorder.score, config.reward_calls.runner)
-        roles = SamplingRoles(policy=engine, reward=reward, tokenizer=tokenizer)
-        try:
-            await run_inline(share_trainer(learner, job.program(record), roles=Roles), roles=roles)
-        finally:
-            await engine.close()
-
-    asyncio.run(make_steps())
-    return recorder.steps
-
-
-def run_trl(task: Task) -> list[Step]:
+def run_trl(spec: Spec) -> list[Step]:
     """Run TRL's GRPOTrainer as published, timed by overriding its methods; return the figures of every step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    from gcore_llm.cli import parse_train
+    from gcore_llm.data.tasks import load_task
     from gcore_llm.sampling import reward_function
-    from gcore_runs import build_tokenizer
+    from gcore_rollout import Scored
+    from gcore_runs import build_tokenizer, resolve
 
     class TimedTrainer(GRPOTrainer):
         gen_s = 0.0
-        prepare_s = 0.0
         """Seconds of all that precedes the forward passes: generation, rewards, advantages."""
-        lengths: Sequence[int] = ()
-
-        def _generate(self, prompts: list[Any]) -> Any:
-            start_s = time.perf_counter()
-            output: Any = super()._generate(prompts)
-            self.gen_s = time.perf_counter() - start_s
-            self.lengths = [len(ids) for ids in output[1]]
-            return output
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             start_s = time.perf_counter()
             inputs: Any = super()._prepare_inputs(generation_batch)
-            self.prepare_s += time.perf_counter() - start_s
+            self.gen_s += time.perf_counter() - start_s
             return inputs
 
     class Callback(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            trainer.prepare_s = 0.0
+            trainer.gen_s = 0.0
             self._start_s = time.perf_counter()
+            self._start_cpu_s = time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             """Called when the optimizer has stepped."""
-            train_s = time.perf_counter() - self._start_s - trainer.prepare_s
-            recorder.end_step(trainer.lengths, gen_s=trainer.gen_s, train_s=train_s)
+            step_s = time.perf_counter() - self._start_s
+            step = {
+                "step_s": step_s,
+                "cpu_s": time.process_time() - self._start_cpu_s,
+                "gen_s": trainer.gen_s,
+                "train_s": step_s - trainer.gen_s,
+                "score": fmean(scores),
+                "mean_length": fmean(lengths),
+            }
+            steps.append(step)
+            scores.clear()
+            lengths.clear()
 
-    config = train_config(task)
-    tokenizer = build_tokenizer(task.model)
-    prompts = load_train_prompts(config, tokenizer).train
-    recorder = StepRecorder(reward_function(config))
+    workload = WORKLOADS[spec.part]
+    config = resolve(parse_train(spec.options["words"]))
+    tokenizer = build_tokenizer(Path(config.model))
+    prompts = load_task(config.task, config.data, tokenizer, seed=config.seed).train
+    reward = reward_function(config)
+    steps: list[Step] = []
+    scores: list[float] = []
+    lengths: list[int] = []
 
-    def score_all(completions: list[str], prompt_index: list[int], **_: Any) -> list[float | None]:
-        scores: list[float | None] = []
+    def score_all(
+        completions: list[str], completion_ids: list[list[int]], prompt_index: list[int], **_: Any
+    ) -> list[float | None]:
+        values: list[float | None] = []
         for index, completion in zip(prompt_index, completions, strict=True):
             prompt = prompts[index]
-            scores.append(recorder.score(prompt.text, completion, prompt.row))
-        return scores
+            value = cast("Any", reward(prompt.text, completion, prompt.row))
+            if isinstance(value, Scored):
+                value = value.score
+            values.append(float(value))
+            scores.append(float(value))
+        lengths.extend(len(ids) for ids in completion_ids)
+        return values
 
-    policy: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    policy: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     rows = [{"prompt": prompt.text, "prompt_index": index} for index, prompt in enumerate(prompts)]
     with tempfile.TemporaryDirectory() as scratch:
         trainer = TimedTrainer(
             model=policy,
             reward_funcs=score_all,
-            args=_trl_config(task, config, scratch),
+            args=_trl_config(workload, config, scratch),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
         trainer.add_callback(Callback())
         trainer.train()
-    return recorder.steps
+    return steps
 
 
-def _trl_config(task: Task, config: "TrainConfig", scratch: str) -> Any:
+def _trl_config(workload: Workload, config: "TrainConfig", scratch: str) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
 
-    workload = task.workload
     return GRPOConfig(
         output_dir=scratch,
         use_cpu=True,
@@ -595,9 +443,9 @@ def _trl_config(task: Task, config: "TrainConfig", scratch: str) -> Any:
         lr_scheduler_type="constant",
         warmup_steps=0,
         max_grad_norm=config.actor.optim.grad_clip,
-        max_steps=task.steps,
+        max_steps=config.trainer.total_training_steps,
         beta=0.0,
-        seed=task.seed,
+        seed=config.seed,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",

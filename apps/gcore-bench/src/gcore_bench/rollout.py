@@ -1,13 +1,14 @@
 """`gcore-bench rollout`: generation and new weights under gcore-rollout, in turn with its peers and a copy in memory.
 
-Engines are processes, forked from one server that has imported vLLM and transformers once; they stay for all rounds.
+Every contender of the part generation has a new process in every round, forked from a server that has imported vLLM and
+transformers once, in which it is warmed up before it is measured.
 Shapes: B samples, T tokens of the longest, P tokens of the longest prompt.
 """
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,14 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from gcore_bench.harness.processes import environment, make_model, seconds_of, stderr_to
+from gcore_bench.harness.processes import (
+    Spec,
+    make_model,
+    run_processes,
+    seconds_of,
+    start_server,
+    stderr_to,
+)
 from gcore_bench.harness.report import (
     BenchError,
     Count,
@@ -27,8 +35,9 @@ from gcore_bench.harness.report import (
     Rounds,
     Session,
     paired_ratio,
+    plain,
 )
-from gcore_rollout import AnySample, Engine, EngineStats, Request, SamplingParams
+from gcore_rollout import Engine, Request, SamplingParams, engine_kind
 
 if TYPE_CHECKING:
     import torch
@@ -128,16 +137,15 @@ def run(options: RolloutOptions, console: Console) -> None:
     Raises:
         BenchError: a contender failed, or contenders did not do the same work.
     """
-    options = options.sized()
-    parts = {"generation": measure_generation, "sync": measure_sync}
-    with (
-        Session(options, console, notes=[_NOTES[part] for part in options.parts]) as session,
-        environment(**_ENVIRONMENT, OMP_NUM_THREADS=str(options.threads)),
-        stderr_to(session.folder / "log"),
-    ):
+    options = options.resize_if_quick()
+    notes = [_NOTES[part] for part in options.parts]
+    with Session(options, console, notes=notes) as session, stderr_to(session.folder / "log"):
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
-            asyncio.run(parts[part](options, session.folder, rounds))
+            if part == "generation":
+                measure_generation(options, session.folder, rounds)
+            else:
+                asyncio.run(measure_sync(options, rounds))
             rows = rounds.summarise()
             for name, row in rows.items():
                 base = base_of(name) if part == "generation" else MEMCPY
@@ -179,133 +187,105 @@ def count_tokens(requests: Sequence[Request]) -> int:
     return sum(request.n * request.sampling.max_tokens for request in requests)
 
 
-async def measure_generation(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
-    """Start and warm up all contenders; then let them take turns, in which all must make the same number of tokens."""
-    model = folder / "model"
-    make = partial(
-        make_model,
+def measure_generation(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Let all contenders take turns, in which all must make the same number of tokens."""
+    make_model(
+        folder / "model",
         hidden_size=256,
         layers=4,
         heads=4,
         vocab_size=options.vocab_size,
+        max_length=options.max_prompt_length + options.max_response_length,
         seed=options.seed,
     )
-    make(model, max_length=options.max_prompt_length + options.max_response_length)
-    requests = make_requests(options)
-    expected = count_tokens(requests)
-    warmup = make_requests(
-        replace(options, max_response_length=min(options.max_response_length, _WARMUP_TOKENS))
-    )
-    async with AsyncExitStack() as stack:
-        engines: dict[str, Any] = {}
-        for name in dict.fromkeys(options.contenders):
-            factory = partial(make_contender, name, model, options.prompts * options.n)
-            engines[name] = await start_engine(name, factory, options, stack)
-            await _measure_turn(name, engines[name], warmup)
-        for turn in rounds.turns(engines):
-            figures = await _measure_turn(turn.contender, engines[turn.contender], requests)
-            if figures["tokens"] != expected:
-                raise BenchError(
-                    f"{turn.contender} made {figures['tokens']:.0f} tokens; the samples have {expected}"
-                )
-            turn.done({turn.contender: figures}, f"{figures['tokens_per_s']:,.0f} tokens/s")
-
-
-async def start_engine(
-    name: str, factory: Callable[[], Any], options: RolloutOptions, stack: AsyncExitStack
-) -> Any:
-    """Start a process whose engine ``factory`` makes, and which ends with ``stack``; `BenchError` if that fails."""
-    from gcore_rollout import EngineProcess, engine_kind
-
-    with_vllm = any("vllm" in contender for contender in options.contenders)
     preload = ["transformers.models.qwen2.modeling_qwen2"]
-    preload.extend(engine_kind("vllm" if with_vllm else "hf").preload)
-    if with_vllm:
-        preload.append("vllm.entrypoints.llm")
-    start: Any = EngineProcess.start
-    try:
-        engine = await start(factory, num_threads=options.threads, preload=tuple(preload))
-    except Exception as error:
-        raise BenchError(f"{name} could not be started: {error}") from error
-    stack.push_async_callback(engine.close)
-    return engine
-
-
-async def _measure_turn(name: str, engine: Any, requests: Sequence[Request]) -> Figures:
-    """Return the figures of one turn, taken in the engine's process or, for ``-process``, over both processes."""
-    try:
-        if name.endswith("-process"):
-            return await measure_generate(
-                partial(collect, engine), requests, partial(_cpu_seconds, engine.pid)
-            )
-        (sample,) = [sample async for sample in engine.generate(requests)]
-        return sample.figures
-    except Exception as error:
-        raise BenchError(f"{name} failed: {error}") from error
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return CPU seconds of that process and this one together."""
-    times = psutil.Process(pid).cpu_times()
-    return time.process_time() + times.user + times.system
-
-
-def make_contender(name: str, model: Path, max_num_seqs: int) -> Any:
-    """Make a contender in its process; without ``-process``, it is measured there and yields a `MeasuredSample`."""
-    from gcore_rollout import engine_kind
-
-    if name == "vllm":
-        return MeasuredEngine(_make_vllm(model, max_num_seqs))
-    if name == "transformers":
-        return MeasuredEngine(_make_transformers(model))
-    load = engine_kind(name.split("-")[1]).load().from_pretrained
-    engine = load(model, max_num_seqs=max_num_seqs, eos_token_ids=[])
-    return engine if name.endswith("-process") else MeasuredEngine(partial(collect, engine))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MeasuredSample(AnySample):
-    """The figures of a `generate` whose completions stayed in their process."""
-
-    figures: Figures
-
-
-class MeasuredEngine:
-    """The part of an engine that an `EngineProcess` needs; it yields figures in place of completions."""
-
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
-
-    def stats(self) -> EngineStats:
-        """Return empty counts."""
-        return EngineStats(
-            prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0
+    if any("vllm" in name for name in options.contenders):
+        preload += [*engine_kind("vllm").preload, "vllm.entrypoints.llm"]
+    start_server(options.threads, preload=preload, **_ENVIRONMENT)
+    expected = count_tokens(make_requests(options))
+    for turn in rounds.turns(options.contenders):
+        spec = Spec(
+            work="gcore_bench.rollout:measure",
+            contender=turn.contender,
+            folder=str(folder),
+            options=plain(options),
+            threads=options.threads,
         )
+        figures = run_processes([spec])[turn.contender]
+        if figures["tokens"] != expected:
+            raise BenchError(
+                f"{turn.contender} made {figures['tokens']:.0f} tokens; the samples have {expected}"
+            )
+        turn.done({turn.contender: figures}, f"{figures['tokens_per_s']:,.0f} tokens/s")
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[MeasuredSample]:
-        """Generate, and yield the figures alone."""
-        figures = await measure_generate(self._generate, requests, time.process_time)
-        yield MeasuredSample(request_id="", index=0, finish_reason="stop", figures=figures)
 
-    async def close(self) -> None:
-        """Do nothing, because the process ends next."""
+def measure(spec: Spec) -> dict[str, Figures]:
+    """Return the figures of a contender, in its process."""
+    values: dict[str, Any] = spec.options
+    return {spec.contender: asyncio.run(_measure(spec, RolloutOptions(**values)))}
+
+
+async def _measure(spec: Spec, options: RolloutOptions) -> Figures:
+    """Load a contender, warm it up and measure it; for ``-process`` the CPU seconds are those of both processes."""
+    name = spec.contender
+    model = Path(spec.folder) / "model"
+    max_num_seqs = options.prompts * options.n
+    engine: Any = None
+    if name == "vllm":
+        generate = _make_vllm(model, max_num_seqs)
+    elif name == "transformers":
+        generate = _make_transformers(model)
+    else:
+        engine = await _start_engine(name, model, max_num_seqs, options.threads)
+        generate = partial(collect, engine)
+    length = min(options.max_response_length, _WARMUP_TOKENS)
+    await generate(make_requests(replace(options, max_response_length=length)))
+    pids = [os.getpid()]
+    if name.endswith("-process"):
+        pids.append(engine.pid)
+    figures = await measure_generate(generate, make_requests(options), pids)
+    if engine is not None:
+        await engine.close()
+    return figures
+
+
+async def _start_engine(name: str, model: Path, max_num_seqs: int, threads: int) -> Any:
+    """Return an engine of gcore in this process or, for ``-process``, in one of its own."""
+    from gcore_rollout import EngineProcess
+
+    engine = engine_kind(name.split("-")[1])
+    factory = partial(
+        engine.load().from_pretrained, model, max_num_seqs=max_num_seqs, eos_token_ids=[]
+    )
+    if not name.endswith("-process"):
+        return factory()
+    start: Any = EngineProcess.start
+    return await start(factory, num_threads=threads, preload=engine.preload)
 
 
 async def measure_generate(
-    generate: Generate, requests: Sequence[Request], cpu_seconds: Callable[[], float]
+    generate: Generate, requests: Sequence[Request], pids: Sequence[int]
 ) -> Figures:
-    """Generate, and return the figures by the names that tables use."""
+    """Generate, and return the figures by the names that tables use; CPU seconds are of the processes ``pids``."""
     start_s = time.perf_counter()
-    start_cpu_s = cpu_seconds()
+    start_cpu_s = _cpu_seconds(pids)
     tokens, log_prob_sum = await generate(requests)
     wall_s = time.perf_counter() - start_s
     return {
         "wall_s": wall_s,
-        "cpu_s": cpu_seconds() - start_cpu_s,
+        "cpu_s": _cpu_seconds(pids) - start_cpu_s,
         "tokens": float(tokens),
         "tokens_per_s": tokens / wall_s,
         "log_prob": log_prob_sum / tokens,
     }
+
+
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    seconds = 0.0
+    for pid in pids:
+        times = psutil.Process(pid).cpu_times()
+        seconds += times.user + times.system
+    return seconds
 
 
 async def collect(engine: Engine, requests: Sequence[Request]) -> tuple[int, float]:
@@ -449,14 +429,13 @@ class WeightSink:
         self.weight_version = version
 
 
-async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+async def measure_sync(options: RolloutOptions, rounds: Rounds) -> None:
     """Send new bfloat16 weights in each form, in turn with a copy; the engine must then have those weights."""
     import torch
 
     from gcore_rollout import AdapterWeights, FullWeights, make_delta
     from gcore_rollout.weight_sync.updates import A_OF, B_OF, merge_adapters
 
-    del folder
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)
 

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 import numpy as np
 from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, make_model, measured, run_processes, start_server
+from gcore_bench.harness.processes import (
+    Spec,
+    make_model,
+    measure_work,
+    run_processes,
+    start_server,
+)
 from gcore_bench.harness.report import (
     BenchError,
     Count,
@@ -116,7 +122,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     Raises:
         BenchError: a contender failed, or contenders did not compute the same.
     """
-    options = options.sized()
+    options = options.resize_if_quick()
     with Session(options, console, notes=[_NOTE]) as session:
         start_server(options.threads)
         run_processes([_make_spec("setup", options, session.folder)])
@@ -253,7 +259,9 @@ def _measure_step(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
     ]
     stepper.step(warmup, [[0, 1]])
     results: list[Figures] = []
-    times = measured(lambda: results.append(stepper.step(samples, batches)), times=options.steps)
+    times = measure_work(
+        lambda: results.append(stepper.step(samples, batches)), times=options.steps
+    )
     return {spec.contender: times | results[0]}
 
 
@@ -295,10 +303,14 @@ class LossStep(ABC):
         import torch
 
         self.model = model
-        settings: dict[str, Any] = {
-            name: getattr(OPTIMIZER, name) for name in ("lr", "betas", "eps", "weight_decay")
-        }
-        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            fused=True,
+            lr=OPTIMIZER.lr,
+            betas=OPTIMIZER.betas,
+            eps=OPTIMIZER.eps,
+            weight_decay=OPTIMIZER.weight_decay,
+        )
 
     def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> Figures:
         """Add up the losses of the batches of samples, and update; return the figures that contenders must agree on.
@@ -422,11 +434,13 @@ class VerlStep(LossStep):
 
         self._policy_loss: Any = get_policy_loss_fn("vanilla")
         self._logprobs_from_logits: Any = logprobs_from_logits
-        clip_ratios: dict[str, Any] = {
-            name: getattr(LOSS, name) for name in ("clip_ratio_low", "clip_ratio_high")
-        }
-        self._config: Any = ActorConfig(
-            strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **clip_ratios
+        actor_config: Any = ActorConfig
+        self._config = actor_config(
+            strategy="fsdp",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            clip_ratio_low=LOSS.clip_ratio_low,
+            clip_ratio_high=LOSS.clip_ratio_high,
         )
         AttentionInterface.register("bench_varlen", _attend)
         load = AutoModelForCausalLM.from_pretrained
@@ -489,13 +503,13 @@ def _attend(
     *,
     sequence_lengths: list[int],
     scaling: float | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> "tuple[torch.Tensor, None]":
     """Attend within each sequence of the row; inputs are [1, heads, T, D], the output is [1, T, heads, D]."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    del module, attention_mask, others
+    del module, attention_mask, arguments
     outputs: list[torch.Tensor] = []
     start = 0
     for length in sequence_lengths:

@@ -14,7 +14,6 @@ import numpy as np
 from gcore_controller import (
     Backend,
     Context,
-    DeviceTurns,
     Recorder,
     TrainerGroup,
 )
@@ -62,13 +61,13 @@ from gcore_runs import (
     Display,
     RunFolder,
     UserError,
-    inline_backend,
     json_object,
     logs_of,
     read_jsonl,
     shown,
+    start_inline_backend,
 )
-from gcore_runs.engines import Instrumentation, device_timers, engines_in_turns
+from gcore_runs.engines import Instrumentation, device_timers
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
@@ -118,35 +117,27 @@ async def start(
     instrumentation = Instrumentation(
         devices=devices, logs=logs_of(checkpoints), announce=display.say
     )
-    async with AsyncExitStack() as engines:
-        trial_config = tried_settings(config)
+    engines = AsyncExitStack()
+    try:
         policy, judge = await start_engines(
-            trial_config, model, instrumentation, engines, is_trial=is_on_ray
+            tried_settings(config), model, instrumentation, engines, is_trial=is_on_ray
         )
         rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
         sampler = ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            judges = [] if judge is None else [judge]
-            sharing = engines_in_turns(config, policy, judges)
-            for engine in sharing:
-                # The trainer has the first turn.
-                await engine.sleep()
-            turns = None
-            learner = start_trainer(config, model, checkpoints)
-            if sharing:
-                turns = DeviceTurns(
-                    policy,
-                    sharing[1:],
-                    sleep_models=learner.sleep,
-                    wake_models=learner.wake,
-                    devices=devices,
-                    ranks=range(config.trainer.num_processes),
-                )
-            close = engines.pop_all().aclose
-            return inline_backend(
-                config, shared=sampler, roles=ImageRoles, learner=learner, close=close, turns=turns
+            return await start_inline_backend(
+                config,
+                shared=sampler,
+                judges=[] if judge is None else [judge],
+                roles=ImageRoles,
+                start_trainer=partial(start_trainer, config, model, checkpoints),
+                close=engines.aclose,
             )
+    except BaseException:
+        await engines.aclose()
+        raise
+    await engines.aclose()
     from gcore_runs.on_ray import start_ray_backend
 
     return await start_ray_backend(
@@ -248,22 +239,15 @@ async def _run_controller(
     job: ImageJob, ctx: "Context[Handles]", services: "ControllerServices", recorder: Recorder
 ) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
-    from gcore_controller import RayTrainerClient
-
     # Ray shows a controller the GPU that it reserves, or none.
     device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
     rewards = build_rewards(job.config, judge=services.judges.get("judge"), device=device)
-    devices = services.devices
-    learner = RayTrainerClient(
-        ctx.roles.ranks,
-        ctx.group,
-        devices,
-        cost_of=num_passes,
-        sharing=services.sharing,
-        lending=services.lending,
-    )
     roles = ImageRoles(
-        policy=services.policy, rewards=rewards, devices=devices, learner=learner, owns_process=True
+        policy=services.policy,
+        rewards=rewards,
+        devices=services.devices,
+        learner=services.connect_trainer(ctx, num_passes),
+        owns_process=True,
     )
     await job.program(recorder)(ctx.with_roles(roles))
 

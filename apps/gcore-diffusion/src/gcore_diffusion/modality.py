@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from typing import Any
@@ -166,29 +166,30 @@ class ImageModality(
         metrics = {self.HAS_SIGNAL: float(has_signal)}
         num_pairs: list[int] = []
         for rank_scores in scores_by_rank:
-            if algorithm == "dpo":
-                num_pairs.append(
-                    sum(len(preference_pairs(group_scores)) for group_scores in rank_scores)
-                )
-            else:
-                num_pairs.append(sum(-(-len(group_scores) // 2) for group_scores in rank_scores))
+            count = 0
+            for group_scores in rank_scores:
+                if algorithm == "dpo":
+                    count += len(preference_pairs(group_scores))
+                else:
+                    count += -(-len(group_scores) // 2)
+            num_pairs.append(count)
         if algorithm == "dpo":
-            metrics[_TIES] = float(
-                sum(len(group_scores) // 2 for group_scores in scores) - sum(num_pairs)
-            )
+            most_pairs = sum(len(group_scores) // 2 for group_scores in scores)
+            metrics[_TIES] = float(most_pairs - sum(num_pairs))
         updates = _divide_into_updates(
             samples, config.actor, ctx.roles.learner.num_replicas, num_pairs
         )
         if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
-            updates = await _with_reference_pass(ctx, updates)
+            await _add_reference_pass(ctx, updates)
         if has_old_pass(config):
-            updates, metrics[_MISMATCH] = await _with_old_pass(ctx, updates)
+            metrics[_MISMATCH] = await _replace_old_pass(ctx, updates)
         # Pairs, and differentiable rewards, have no advantages.
-        advantages: list[Any] = [None] * len(samples)
-        if algorithm not in ("dpo", "reward_gradient"):
-            advantages = [
-                [sample.advantage for sample in group_samples] for group_samples in samples
-            ]
+        advantages: list[Any] = []
+        for group_samples in samples:
+            if algorithm in ("dpo", "reward_gradient"):
+                advantages.append(None)
+            else:
+                advantages.append([sample.advantage for sample in group_samples])
         return Prepared(updates=updates, metrics=metrics, of_groups=advantages)
 
     async def update(
@@ -366,47 +367,44 @@ def training_sample(
     return DiffusionSample(clean_latents=image.latents, **fields)
 
 
-async def _with_reference_pass(
-    ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
-) -> list[list[DiffusionMicroBatch]]:
+async def _add_reference_pass(
+    ctx: Context[ImageRoles], updates: list[list[DiffusionMicroBatch]]
+) -> None:
     """Add the reference's means, which all controllers ask all ranks for."""
-    scores: list[list[StepScores]] = await ctx.roles.learner.score(
-        "reference", list(chain.from_iterable(updates))
-    )
-    remaining = iter(scores)
-
-    def add_means(batch: DiffusionMicroBatch) -> DiffusionMicroBatch:
-        pairs = zip(batch, next(remaining), strict=True)
-        return [replace(sample, ref_means=score.means) for sample, score in pairs]
-
-    return [list(map(add_means, update)) for update in updates]
+    scores = await _score_updates(ctx, "reference", updates)
+    for update in updates:
+        for batch in update:
+            for index, score in enumerate(next(scores)):
+                batch[index] = replace(batch[index], ref_means=score.means)
 
 
-async def _with_old_pass(
-    ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
-) -> tuple[list[list[DiffusionMicroBatch]], float]:
-    """Replace the sampler's log-probs and means by the trainer's; return also how far the ratios of the two are from 1.
+async def _replace_old_pass(
+    ctx: Context[ImageRoles], updates: list[list[DiffusionMicroBatch]]
+) -> float:
+    """Replace the sampler's log-probs and means by the trainer's; return how far the ratios of the two are from 1.
 
     The micro-batches that are scored are those of the updates, so that the passes are alike to the bit.
     """
-    scores: list[list[StepScores]] = await ctx.roles.learner.score(
-        "actor", list(chain.from_iterable(updates))
-    )
-    remaining = iter(scores)
+    scores = await _score_updates(ctx, "actor", updates)
     # An array of no ratios, for a controller without images.
     distances: list[NDArray[np.floating]] = [np.zeros(0)]
-
-    def replace_old(batch: DiffusionMicroBatch) -> DiffusionMicroBatch:
-        samples: list[DiffusionSample] = []
-        for sample, score in zip(batch, next(remaining), strict=True):
-            assert sample.old_log_probs is not None
-            distances.append(np.abs(np.expm1(score.log_probs - sample.old_log_probs)))
-            samples.append(replace(sample, old_log_probs=score.log_probs, old_means=score.means))
-        return samples
-
-    rescored = [list(map(replace_old, update)) for update in updates]
+    for update in updates:
+        for batch in update:
+            for index, score in enumerate(next(scores)):
+                sample = batch[index]
+                assert sample.old_log_probs is not None
+                distances.append(np.abs(np.expm1(score.log_probs - sample.old_log_probs)))
+                batch[index] = replace(sample, old_log_probs=score.log_probs, old_means=score.means)
     all_distances = await ctx.group.all_gather(np.concatenate(distances))
-    return rescored, float(np.concatenate(all_distances).mean())
+    return float(np.concatenate(all_distances).mean())
+
+
+async def _score_updates(
+    ctx: Context[ImageRoles], role: str, updates: Sequence[Sequence[DiffusionMicroBatch]]
+) -> Iterator[list[StepScores]]:
+    """Return the scores of each micro-batch of the updates, in their order."""
+    batches = list(chain.from_iterable(updates))
+    return iter(await ctx.roles.learner.score(role, batches))
 
 
 def _divide_into_updates(

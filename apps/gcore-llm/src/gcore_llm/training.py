@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_ckpt import Checkpointer, load
-from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
+from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.loaded import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
@@ -47,13 +47,13 @@ from gcore_runs import (
     build_tokenizer,
     check_model,
     eos_token_ids,
-    inline_backend,
     max_sequence_length,
     model_folder,
     resolve,
+    start_inline_backend,
     with_adapter,
 )
-from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers, engines_in_turns
+from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers
 from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import merge_lora, read_adapters
 
@@ -260,29 +260,18 @@ async def _start_inline(
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
-    sharing = engines_in_turns(config, policy, judges)
     try:
-        for engine in sharing:
-            # The trainer has the first turn.
-            await engine.sleep()
-        learner = start_trainer(config, model, run.checkpoints)
+        return await start_inline_backend(
+            config,
+            shared=SamplingRoles(policy=policy, devices=devices, **scoring),
+            judges=judges,
+            roles=Roles,
+            start_trainer=partial(start_trainer, config, model, run.checkpoints),
+            close=policy.close,
+        )
     except BaseException:
         await policy.close()
         raise
-    turns = None
-    if sharing:
-        turns = DeviceTurns(
-            policy,
-            sharing[1:],
-            sleep_models=learner.sleep,
-            wake_models=learner.wake,
-            devices=devices,
-            ranks=range(config.trainer.num_processes),
-        )
-    roles = SamplingRoles(policy=policy, devices=devices, **scoring)
-    return inline_backend(
-        config, shared=roles, roles=Roles, learner=learner, close=policy.close, turns=turns
-    )
 
 
 async def _start_on_ray(
@@ -349,8 +338,6 @@ async def _run_controller(
     recorder: "Recorder",
 ) -> None:
     """Build a controller's roles in its process, and run the program with them."""
-    from gcore_controller import RayTrainerClient
-
     config = job.config
     rewards = await TextRewards.start(config, engines=services.judges)
     try:
@@ -358,14 +345,7 @@ async def _run_controller(
             policy=services.policy,
             **scoring_roles(config, tokenizer, rewards),
             policy_slots=services.num_engines * config.rollout.max_num_seqs,
-            learner=RayTrainerClient(
-                ctx.roles.ranks,
-                ctx.group,
-                services.devices,
-                cost_of=partial(sample_flops, job.workload),
-                sharing=services.sharing,
-                lending=services.lending,
-            ),
+            learner=services.connect_trainer(ctx, partial(sample_flops, job.workload)),
             devices=services.devices,
             owns_process=True,
         )

@@ -49,7 +49,7 @@ from .loop.recorder import (
 from .loop.supervisor import (
     RunResult as RunResult,
     Supervisor as Supervisor,
-    inline_backend as inline_backend,
+    start_inline_backend as start_inline_backend,
 )
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal

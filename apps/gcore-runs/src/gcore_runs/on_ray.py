@@ -17,6 +17,7 @@ from gcore_controller import (
     Handles,
     Lending,
     RayBackend,
+    RayTrainerClient,
     Recorder,
     RoleActors,
     Sizes,
@@ -61,6 +62,19 @@ class ControllerServices:
     """The engines that share devices with training ranks, and take turns with them; the policy's first."""
     lending: Lending | None = None
     """The loan of the ranks' devices, if that is what turns are for."""
+
+    def connect_trainer(
+        self, ctx: Context[Handles], cost_of: Callable[[Any], float]
+    ) -> RayTrainerClient[Any]:
+        """Return a controller's client of the training ranks; ``cost_of`` is the work of a micro-batch."""
+        return RayTrainerClient(
+            ctx.roles.ranks,
+            ctx.group,
+            self.devices,
+            cost_of=cost_of,
+            sharing=self.sharing,
+            lending=self.lending,
+        )
 
 
 ConnectPolicy = Callable[

@@ -1,8 +1,7 @@
 """Processes that measure, and the time and memory of work in them.
 
-A process is either a new interpreter whose memory is watched (`run_children`), or forked from a server that has
-imported torch and transformers once (`run_processes`). Its result returns as JSON in a file, and it ends with all that
-it has started.
+A process is either a new interpreter whose memory is watched (`run_child`), or forked from a server that has imported
+torch and transformers once (`run_processes`). It ends with all that it has started.
 """
 
 import ctypes
@@ -12,6 +11,7 @@ import logging
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +19,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -45,7 +44,7 @@ QUIET: dict[str, str] = {
 }
 """Environment of every contender's process."""
 
-_PRELOAD = [
+_TRAINING = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
@@ -85,29 +84,11 @@ class Spec:
         return [replace(self, rank=rank) for rank in range(self.world_size)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """A command that measures something."""
+Sizes: TypeAlias = list[tuple[float, int]]
+"""Bytes of all processes of a contender, by time on the monotonic clock.
 
-    command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Added to that of this process and to `QUIET`."""
-    folder: Path
-    """Working directory."""
-    read: Callable[[], Any] = list
-    """Returns the figures once the command has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Size of all processes of a contender; over time, the maximum of each figure."""
-
-    pss_bytes: int
-    """Resident memory; pages that several processes share count once (proportional set size)."""
-    num_processes: int
-
-
-_Footprints: TypeAlias = list[tuple[float, Footprint]]
+Resident memory; pages that several processes share count once (proportional set size).
+"""
 
 
 @contextmanager
@@ -151,79 +132,143 @@ def joined_world(spec: Spec) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def run_program(program: Program, *, name: str, log: Path) -> Footprint:
-    """Run a program to its end; no process that it has started is left."""
-    codes, footprints = _run([program], log, poll_s=_POLL_S)
-    if any(codes):
+def run_program(
+    command: Sequence[str],
+    *,
+    name: str,
+    folder: Path,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    poll_s: float = _POLL_S,
+    timeout_s: float = math.inf,
+) -> Sizes:
+    """Run a command in a folder until it ends, and return its size over time; no process that it has started is left.
+
+    Its environment is that of this process, with `QUIET` and ``environment``.
+
+    Raises:
+        BenchError: it failed, or did not end within ``timeout_s``.
+    """
+    seen: set[psutil.Process] = set()
+    sizes: Sizes = []
+    end_s = time.monotonic() + timeout_s
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | QUIET | dict(environment or {}),
+            cwd=folder,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > end_s:
+                    raise BenchError(f"{name} did not end within {timeout_s:.0f} s")
+                sizes.append((time.monotonic(), _measure_size(process.pid, seen)))
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(poll_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for member in seen:
+                # May be in a session of its own; psutil kills no process that has reused the number of a dead one.
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+    if process.returncode:
         raise BenchError(f"{name} failed: {_last_line(log)} (see {log})")
-    return Footprint(
-        pss_bytes=max((size.pss_bytes for _, size in footprints), default=0),
-        num_processes=max((size.num_processes for _, size in footprints), default=0),
-    )
+    return sizes
 
 
-def child_program(spec: Spec, output: Path, environment: Mapping[str, str]) -> Program:
-    """Return the command of a new process that does a spec's work; `read` returns the result."""
-    output.unlink(missing_ok=True)
-    return Program(
-        command=[
-            sys.executable,
-            "-m",
-            "gcore_bench.harness.processes",
-            json.dumps(asdict(spec)),
-            str(output),
-        ],
-        environment=environment,
-        folder=Path.cwd(),
-        read=lambda: json.loads(output.read_text())["result"],
-    )
-
-
-def run_children(
+def run_child(
     spec: Spec,
     *,
     environment: Mapping[str, str] | None = None,
     poll_s: float = _POLL_S,
     timeout_s: float = math.inf,
-) -> tuple[list[Any], _Footprints]:
-    """Run a new process for each rank of a spec, and wait for all of them.
+) -> tuple[Any, Sizes]:
+    """Do a spec's work in a new interpreter; return its result, and its size over time.
+
+    Its log is ``CONTENDER-RANK.log`` in the spec's folder.
+
+    Raises:
+        BenchError: it failed, or did not end within ``timeout_s``.
+    """
+    output = _result_file(spec)
+    module = "gcore_bench.harness.processes"
+    command = [sys.executable, "-m", module, json.dumps(asdict(spec))]
+    sizes = run_program(
+        command,
+        name=spec.contender,
+        folder=Path.cwd(),
+        log=output.with_suffix(".log"),
+        environment={"OMP_NUM_THREADS": str(spec.threads)} | dict(environment or {}),
+        poll_s=poll_s,
+        timeout_s=timeout_s,
+    )
+    return json.loads(output.read_text()), sizes
+
+
+def run_training(
+    app: str, options: Sequence[str], *, name: str, folder: Path, environment: Mapping[str, str]
+) -> tuple[list[dict[str, float]], int]:
+    """Run ``APP train`` in a folder from its first step on, with its log in ``NAME.log``.
 
     Returns:
-        The results by rank, and the sizes of all processes by time on the monotonic clock.
+        The metrics of each step, and the highest size of all of its processes, in bytes.
     """
-    specs = spec.of_ranks()
-    log = Path(spec.folder) / "log"
-    outputs = _make_outputs(specs)
-    programs: list[Program] = []
-    for rank_spec, output in zip(specs, outputs, strict=True):
-        programs.append(child_program(rank_spec, output, environment or {}))
-    _, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
-    return _read_results(outputs, otherwise=_last_line(log)), footprints
+    from gcore_runs import read_jsonl
+
+    run = folder / "runs" / name
+    shutil.rmtree(run, ignore_errors=True)
+    command = [sys.executable, "-m", app, "train", "--name", name, *options]
+    sizes = run_program(
+        command, name=name, folder=folder, log=folder / f"{name}.log", environment=environment
+    )
+    steps = [row for row in read_jsonl(run / "metrics.jsonl") if "timing_s/step" in row]
+    return steps, highest_bytes(sizes)
 
 
-def start_server(threads: int) -> None:
-    """Start the server that `run_processes` forks; later calls do nothing."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-    with environment(OMP_NUM_THREADS=str(threads)):
+def highest_bytes(sizes: Sizes) -> int:
+    """Return the highest of some sizes; 0 if there are none."""
+    return max((size_bytes for _, size_bytes in sizes), default=0)
+
+
+def start_server(threads: int, *, preload: Sequence[str] = _TRAINING, **variables: str) -> None:
+    """Start the server that `run_processes` forks, with modules and environment variables; later calls do nothing."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload])
+    with environment(OMP_NUM_THREADS=str(threads), **variables):
         forkserver.ensure_running()
 
 
 def run_processes(specs: Sequence[Spec]) -> _Rows:
     """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
-    outputs = _make_outputs(specs)
+    folder = Path(specs[0].folder)
+    (folder / "store").unlink(missing_ok=True)
     context = multiprocessing.get_context("forkserver")
-    # A rank that fails ends its process, and the pool then ends the others, which would wait for that one.
-    with ProcessPoolExecutor(len(specs), context) as pool, suppress(BrokenProcessPool):
-        list(pool.map(_work_forked, specs, outputs))
+    processes = [context.Process(target=_work_forked, args=(spec,)) for spec in specs]
     try:
-        rows = _read_results(
-            outputs, otherwise=f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
-        )
-    except BenchError as error:
-        raise BenchError(
-            f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {error}"
-        ) from None
-    return merge_ranks(rows)
+        for process in processes:
+            process.start()
+        running = processes
+        # If one fails, the others would wait for it.
+        while running and not any(process.exitcode for process in processes):
+            wait([process.sentinel for process in running])
+            running = [process for process in processes if process.exitcode is None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if any(process.exitcode for process in processes):
+        failure = folder / "failure"
+        reason = f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
+        if failure.exists():
+            reason = failure.read_text()
+        raise BenchError(f"{specs[0].contender} failed: {reason}")
+    ranks = [json.loads(_result_file(spec).read_text()) for spec in specs]
+    return merge_ranks(ranks)
 
 
 def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
@@ -236,39 +281,21 @@ def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
     return rows
 
 
-def _make_outputs(specs: Sequence[Spec]) -> list[Path]:
-    """Return the file of each rank's result; files of former processes are removed."""
-    folder = Path(specs[0].folder)
-    (folder / "store").unlink(missing_ok=True)
-    for stale in folder.glob("figures-*"):
-        stale.unlink()
-    return [folder / f"figures-{spec.rank}.json" for spec in specs]
+def _result_file(spec: Spec) -> Path:
+    return Path(spec.folder) / f"{spec.contender}-{spec.rank}.json"
 
 
-def _read_results(outputs: Sequence[Path], *, otherwise: str) -> list[Any]:
-    """Return the results that children wrote; `BenchError` with a failure, or ``otherwise`` if one wrote nothing."""
-    results: list[Any] = []
-    reason = otherwise
-    for output in outputs:
-        content = json.loads(output.read_text()) if output.exists() else {}
-        if "result" in content:
-            results.append(content["result"])
-        reason = content.get("failure", reason)
-    if len(results) < len(outputs):
-        raise BenchError(reason)
-    return results
-
-
-def _work_forked(spec: Spec, output: Path) -> None:
+def _work_forked(spec: Spec) -> None:
     """Do the work of a spec in a forked process, whose stdout and stderr go to a log, and which ends in time."""
     signal.alarm(_FORKED_TIMEOUT_S)
-    with output.with_name(f"log-{spec.rank}").open("wb") as log:
+    with _result_file(spec).with_suffix(".log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    _work(spec, output)
+    _work(spec)
 
 
-def _work(spec: Spec, output: Path) -> None:
+def _work(spec: Spec) -> None:
+    """Write the result of a spec's work; if it fails, the process ends, and ``failure`` in its folder says why."""
     import torch
 
     warnings.simplefilter("ignore")
@@ -280,73 +307,26 @@ def _work(spec: Spec, output: Path) -> None:
     except Exception as error:
         traceback.print_exc()
         words = f"{type(error).__name__}: {error}".split()
-        output.write_text(json.dumps({"failure": " ".join(words)}))
+        reason = " ".join(words)
+        (Path(spec.folder) / "failure").write_text(reason)
+        print(reason, file=sys.stderr, flush=True)
         # Destructors of process groups would wait for ranks that are still at work.
         os._exit(1)
-    output.write_text(json.dumps({"result": result}))
+    _result_file(spec).write_text(json.dumps(result))
 
 
-def _run(
-    programs: Sequence[Program], log: Path, *, poll_s: float, timeout_s: float = math.inf
-) -> tuple[list[int], _Footprints]:
-    """Run programs until all have ended or one has failed; return exit codes, and sizes over time."""
-    processes: list[subprocess.Popen[Any]] = []
-    seen: set[psutil.Process] = set()
-    footprints: _Footprints = []
-    end_s = time.monotonic() + timeout_s
-    with log.open("wb") as file:
-        try:
-            for program in programs:
-                process = subprocess.Popen(
-                    program.command,
-                    env=os.environ | QUIET | dict(program.environment),
-                    cwd=program.folder,
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-                processes.append(process)
-            while not _have_ended(processes):
-                if time.monotonic() > end_s:
-                    raise BenchError(f"it did not end within {timeout_s:.0f} s")
-                footprints.append((time.monotonic(), _measure_footprint(processes, seen)))
-                alive = next(process for process in processes if process.returncode is None)
-                with suppress(subprocess.TimeoutExpired):
-                    alive.wait(poll_s)
-        finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for member in seen:
-                # May be in a session of its own; psutil kills no process that has reused the number of a dead one.
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-    return [process.returncode for process in processes], footprints
-
-
-def _have_ended(processes: Sequence["subprocess.Popen[Any]"]) -> bool:
-    """Return whether all processes have ended, or one has failed."""
-    codes = [process.poll() for process in processes]
-    return None not in codes or any(codes)
-
-
-def _measure_footprint(
-    processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]
-) -> Footprint:
-    """Return the size of processes and all their descendants, which are added to ``seen``."""
-    sizes: list[int] = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(process.pid)
-            members = [root]
-            members.extend(root.children(recursive=True))
-            seen.update(members)
-            for member in members:
-                with suppress(psutil.Error):  # it has ended
-                    sizes.append(member.memory_full_info().pss)
-    return Footprint(pss_bytes=sum(sizes), num_processes=len(sizes) - sizes.count(0))
+def _measure_size(pid: int, seen: set[psutil.Process]) -> int:
+    """Return the bytes of a process and all its descendants, which are added to ``seen``."""
+    size_bytes = 0
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        members = [root]
+        members.extend(root.children(recursive=True))
+        seen.update(members)
+        for member in members:
+            with suppress(psutil.Error):  # it has ended
+                size_bytes += member.memory_full_info().pss
+    return size_bytes
 
 
 def _last_line(log: Path) -> str:
@@ -367,7 +347,7 @@ def status_bytes(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def measured(work: Callable[[], object], *, times: int) -> dict[str, float]:
+def measure_work(work: Callable[[], object], *, times: int) -> dict[str, float]:
     """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped.
 
     Returns:
@@ -447,4 +427,4 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    _work(Spec(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+    _work(Spec(**json.loads(sys.argv[1])))

@@ -25,8 +25,6 @@ Rows = Mapping[str, Mapping[str, float]]
 """Figures by row of a table."""
 Row = dict[str, Any]
 """Figures and names of a line of a table; None where there is no figure."""
-Cell = Callable[[Mapping[str, Any]], str]
-"""Returns the text of a cell from the figures of its row."""
 
 _LIBRARIES = (
     "gcore-bench",
@@ -89,7 +87,7 @@ class QuickOptions(BenchOptions):
     QUICK: ClassVar[Mapping[str, Any]] = {}
     """Values of the options that ``quick`` replaces."""
 
-    def sized(self) -> Self:
+    def resize_if_quick(self) -> Self:
         """Return the options with the sizes of ``quick`` if that was asked for."""
         if self.quick:
             return replace(self, **self.QUICK)
@@ -127,8 +125,18 @@ class Rounds:
                 yield Turn(self, name, number)
 
     def summarise(self) -> dict[str, Row]:
-        """Return medians over all rounds; see `summarise`."""
-        return dict(summarise(self.part, self.runs).rows)
+        """Return medians over all rounds by row and metric; of every ``peak_bytes`` the highest."""
+        values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for run in self.runs:
+            for row, figures in run.rows.items():
+                for metric, value in figures.items():
+                    values[row][metric].append(value)
+        rows: dict[str, Row] = {}
+        for row, metrics in values.items():
+            rows[row] = {metric: median(numbers) for metric, numbers in metrics.items()}
+            if "peak_bytes" in metrics:
+                rows[row]["peak_bytes"] = max(metrics["peak_bytes"])
+        return rows
 
 
 class Turn:
@@ -145,7 +153,7 @@ class Turn:
         """Record the figures; ``words`` are printed with the contender's name."""
         self._add(f"{words}, load {self.load:.1f}", rows=dict(rows))
 
-    def failed(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Record that the contender has no figures in this round."""
         self._add(f"failed: {reason}", failure=reason)
 
@@ -159,31 +167,6 @@ class Turn:
         )
         self._rounds.runs.append(run)
         self._rounds.say(f"{self.where} {words}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """One part: medians over all rounds by row and metric; peaks are the highest."""
-
-    part: str
-    rows: dict[str, Figures]
-    load: float
-    """Mean load of the machine before the runs."""
-
-
-def summarise(part: str, runs: Sequence[Run]) -> Summary:
-    """Take medians over all rounds, and the highest of every ``peak_bytes``."""
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        for row, figures in run.rows.items():
-            for metric, value in figures.items():
-                values[row][metric].append(value)
-    rows: dict[str, Figures] = {}
-    for row, metrics in values.items():
-        rows[row] = {metric: median(numbers) for metric, numbers in metrics.items()}
-        if "peak_bytes" in metrics:
-            rows[row]["peak_bytes"] = max(metrics["peak_bytes"])
-    return Summary(part=part, rows=rows, load=fmean(run.load for run in runs))
 
 
 def paired_ratio(runs: Sequence[Run], row: str, base: str, metric: str) -> float | None:
@@ -216,29 +199,28 @@ def figures_table(title: str, *columns: str) -> Table:
     return table
 
 
-def figure(metric: str, form: str = "") -> Cell:
-    """Return a cell that formats one metric, and is "-" where a row does not have it.
+def format_figure(row: Mapping[str, Any], metric: str, form: str = "") -> str:
+    """Return the text of a figure of a row, "-" if it has none.
 
     Args:
+        row: figures by metric.
         metric: name in the row.
         form: a format specification, or "MB" for bytes in MiB, or "x" for a ratio, or "s" for seconds and the ratio
             to a limit in brackets, if the row has ``METRIC_ratio``.
     """
-
-    def show(row: Mapping[str, Any]) -> str:
-        value = row.get(metric)
-        if value is None:
-            return "-"
-        if form == "MB":
-            return f"{value / 2**20:,.0f}"
-        if form == "x":
-            return f"{value:.2f}x"
-        if form == "s":
-            ratio = row.get(f"{metric}_ratio")
-            return f"{value:.3f}" if ratio is None else f"{value:.3f} ({ratio:.2f}x)"
+    value = row.get(metric)
+    if value is None:
+        return "-"
+    if form == "MB":
+        return f"{value / 2**20:,.0f}"
+    if form == "x":
+        return f"{value:.2f}x"
+    if form != "s":
         return format(value, form)
-
-    return show
+    ratio = row.get(f"{metric}_ratio")
+    if ratio is None:
+        return f"{value:.3f}"
+    return f"{value:.3f} ({ratio:.2f}x)"
 
 
 def verdict(is_met: bool) -> str:
@@ -315,16 +297,15 @@ class Session:
 
         Args:
             title: above the table.
-            columns: metrics by title, each with its form behind a space (see `figure`).
+            columns: metrics by title, each with its form behind a space (see `format_figure`).
             rows: figures by the first column of the table.
             runs: what the rows are medians of.
             lines: printed below the table.
         """
         table = figures_table(title, *columns)
-        cells = [figure(*column.split()) for column in columns.values()]
         for name, row in rows.items():
-            texts = [cell(row) for cell in cells]
-            table.add_row(name, *texts)
+            cells = [format_figure(row, *column.split()) for column in columns.values()]
+            table.add_row(name, *cells)
         rounds = max(run.round for run in runs)
         load = fmean(run.load for run in runs)
         table.caption = f"medians of {rounds} rounds; load of the machine {load:.1f}"

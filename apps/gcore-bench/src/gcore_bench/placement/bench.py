@@ -24,7 +24,7 @@ PARTS = {
 
 def run(options: PlacementOptions, console: Console) -> None:
     """Run the parts of ``options``, print their tables, and write the figures."""
-    options = options.sized()
+    options = options.resize_if_quick()
     with Session(options, console) as session:
         for part in options.parts:
             for table in PARTS[part](options, session.say):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from gcore_bench.harness.processes import Program, run_program
+from gcore_bench.harness.processes import run_training
 from gcore_bench.harness.report import BenchError, Row, verdict
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.tables import FigureTable
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
-from gcore_runs import read_jsonl, write_jsonl
+from gcore_runs import write_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,21 +145,13 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
         run_folder = folder / "runs" / f"run-{len(rows)}"
         log = folder / f"run-{len(rows)}.log"
         config = write_config(folder, run_folder, sizes, seed=options.seed)
-        main = "from gcore_llm.cli import main; main()"
-        command = [
-            sys.executable,
-            "-c",
-            main,
-            "train",
-            "--config",
-            str(config),
-            "--name",
-            run_folder.name,
-            *placement,
-        ]
-        program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
-        run_program(program, name=name, log=log)
-        steps = [row for row in read_jsonl(run_folder / "metrics.jsonl") if "timing_s/step" in row]
+        steps, _ = run_training(
+            "gcore_llm",
+            ["--config", str(config), *placement],
+            name=run_folder.name,
+            folder=folder,
+            environment={"OMP_NUM_THREADS": "1"},
+        )
         expected = expected or steps
         if not are_alike(steps, expected):
             raise BenchError(

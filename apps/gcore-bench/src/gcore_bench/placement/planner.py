@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
-from gcore_bench.harness.report import Rounds, Row, summarise, verdict_on_all
+from gcore_bench.harness.report import Rounds, Row, verdict_on_all
 from gcore_bench.placement.fitting import Constants, fit_constants
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, make_small_runs
@@ -65,7 +65,7 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     for turn in rounds.turns(runs):
         figures = _measure(runs[turn.contender], times=1 if options.quick else STEPS)
         turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s")
-    measured = summarise("planner", rounds.runs).rows
+    measured = rounds.summarise()
     laws = fit_laws([run for run in runs.values() if not run.is_held_out], measured)
     for ranks, law in laws.items():
         say(f"planner: constants with {ranks} training ranks: {law}")

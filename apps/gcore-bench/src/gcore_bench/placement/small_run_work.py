@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gcore_bench.harness.processes import Spec, joined_world, measured, settle, status_bytes
+from gcore_bench.harness.processes import Spec, joined_world, measure_work, settle, status_bytes
 from gcore_bench.placement.small_runs import SmallRun
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
@@ -67,7 +67,7 @@ def measure_training(
     trainer = _make_trainer(run.config, run, parallel)
     settle()
     trainer_bytes = status_bytes("VmRSS") - before_bytes
-    figures = measured(lambda: trainer.train_step(batches), times=times)
+    figures = measure_work(lambda: trainer.train_step(batches), times=times)
     return {"step_s": figures["step_s"], "process_bytes": trainer_bytes + figures["peak_bytes"]}
 
 
@@ -140,7 +140,7 @@ def measure_generation(run: SmallRun, times: int) -> float:
             pass
 
     with asyncio.Runner() as runner:
-        seconds = measured(lambda: runner.run(generate()), times=times)["step_s"]
+        seconds = measure_work(lambda: runner.run(generate()), times=times)["step_s"]
         runner.run(engine.close())
     return seconds
 

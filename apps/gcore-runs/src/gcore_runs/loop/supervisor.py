@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from gcore_controller import (
     share_trainer,
 )
 from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
-from gcore_runs.engines import allocator_variables, lending_of
+from gcore_runs.engines import allocator_variables, engines_in_turns, lending_of
 from gcore_runs.errors import UserError
 from gcore_runs.logs import describe_os_error, log_to, one_line
 from gcore_runs.loop.best import best_step, exported_evaluation, has_ended
@@ -474,22 +474,42 @@ class _Loss(NamedTuple):
     has_progressed: bool = False
 
 
-def inline_backend(
+async def start_inline_backend(
     config: ConfigT,
     *,
     shared: Any,
+    judges: Sequence[Any],
     roles: Callable[..., Any],
-    learner: SharedTrainerGroup[Any],
+    start_trainer: Callable[[], SharedTrainerGroup[Any]],
     close: Callable[[], Awaitable[Any]],
-    turns: DeviceTurns | None = None,
 ) -> InlineBackend[Any, ConfigT, Any]:
-    """Return the backend of a run whose controllers are in this process, and share a trainer group.
+    """Start the trainer group of a run whose controllers are in this process and share it; return the run's backend.
 
-    ``roles`` is the class of a controller's roles, with the fields of the ``shared`` ones and ``learner``; ``close``
-    ends the services other than the trainer group; ``turns`` are those of the ranks and the engines on the devices that
-    they share.
+    Engines that share devices with the training ranks take turns with them, of which the trainer has the first.
+
+    Args:
+        config: of the run.
+        shared: roles that all controllers have, with the ``policy``'s engine and the timers of ``devices``.
+        judges: engines of judges.
+        roles: the class of a controller's roles, with the fields of the shared ones and ``learner``.
+        start_trainer: loads the models in training.
+        close: ends the services other than the trainer group.
     """
+    sharing = engines_in_turns(config, shared.policy, judges)
+    for engine in sharing:
+        await engine.sleep()
+    learner = start_trainer()
     num_ranks = config.trainer.num_processes
+    turns = None
+    if sharing:
+        turns = DeviceTurns(
+            shared.policy,
+            sharing[1:],
+            sleep_models=learner.sleep,
+            wake_models=learner.wake,
+            devices=shared.devices,
+            ranks=range(num_ranks),
+        )
     return InlineBackend(
         config,
         roles=shared,
