@@ -397,12 +397,9 @@ class LocalEngineConfig(Checked):
             check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
-        tokens = self.max_num_batched_tokens
-        if (
-            isinstance(tokens, bool)
-            or not isinstance(tokens, int | None)
-            or (tokens is not None and tokens < 1)
-        ):
+        tokens: Any = self.max_num_batched_tokens
+        is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 1
+        if tokens is not None and not is_count:
             raise UserError(
                 f"{self.section}.engine_options.{_BATCHED_TOKENS} is {tokens!r}; expected an integer, 1 or more"
             )

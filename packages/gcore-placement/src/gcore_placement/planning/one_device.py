@@ -289,7 +289,9 @@ def _divide_memory(
     fixed_bytes = {role: sum(sizes.values()) for role, sizes in items.items()}
     kv_tokens: dict[Resident, int] = {}
     for role, sizes in items.items():
-        awake = [role] if setting.engine.judge_takes_turns else list(items)
+        awake: list[Resident] = list(items)
+        if setting.engine.judge_takes_turns:
+            awake = [role]
         free = free_bytes - sum(fixed_bytes[name] for name in awake)
         part = min(1.0, max(0.0, free) / sum(max_kv_bytes[name] for name in awake))
         least_bytes = _longest_sequence(setting, role) * token_bytes[role]
