@@ -71,7 +71,7 @@ def put(
         own = divide_weights(state.items(), rank=rank, num_ranks=len(senders))
         weights = DigestedWeights(own, dtypes=[torch.bfloat16])
         parts.append(sender.put(weights, version=version, base_version=before and before.next_base))
-    return parts[0].joined(parts).after(before)
+    return parts[0].join(parts).after(before)
 
 
 def same(found: State, expected: State) -> bool:
@@ -142,7 +142,7 @@ async def test_of_weights_with_adapters_these_alone_are_sent() -> None:
                     base_version=base_version,
                 )
             )
-        history = parts[0].joined(parts).after(history)
+        history = parts[0].join(parts).after(history)
         sizes = [sum(tensor.nbytes for tensor in own.values()) for own in (adapters, frozen)]
         assert history.sent_bytes == (sum(sizes) if version in (1, 5) else sizes[0])
         assert len(history.updates) == (1 if version in (1, 5) else 2)

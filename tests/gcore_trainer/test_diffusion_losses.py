@@ -83,7 +83,7 @@ def test_kl_is_torchs(seed: int, std: float) -> None:
 def test_nft(seed: int, beta: float) -> None:
     velocity, old, clean, noise = drawn(seed, 4, 3, 2, 4)
     level, optimality = (drawn(seed + 1, 2, 3).sigmoid()).unbind()
-    noised = FlowProcess().noised(clean, noise, level)
+    noised = FlowProcess().add_noise(clean, noise, level)
     found = nft_loss(velocity, old, noised, clean, level, optimality, beta=beta)
     for i in range(3):
         s, r = float(level[i]), float(optimality[i])
@@ -100,7 +100,7 @@ def test_nft_has_its_minimum_where_good_images_pull() -> None:
     clean, noise = drawn(0, 2, 1, 2, 4)
     level = torch.tensor([0.5], dtype=torch.float64)
     noised, target = (
-        FlowProcess().noised(clean, noise, level),
+        FlowProcess().add_noise(clean, noise, level),
         FlowProcess().target(clean, noise, level),
     )
     loss = nft_loss(
@@ -135,7 +135,7 @@ def test_ddpm_process_is_diffusers(prediction_type: Any) -> None:
     timesteps = process.timesteps(level)
     assert timesteps.tolist() == [1, 200, 500, 900, 999]
     torch.testing.assert_close(
-        process.noised(clean, noise, level), scheduler.add_noise(clean, noise, timesteps)
+        process.add_noise(clean, noise, level), scheduler.add_noise(clean, noise, timesteps)
     )
     found = process.target(clean, noise, level)
     expected = {

@@ -346,7 +346,7 @@ def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> 
 class Apart(Denoiser):
     """Its copies are models of their own, adapters or not."""
 
-    def copied(self, name: str = "old") -> Denoiser:
+    def copy(self, name: str = "old") -> Denoiser:
         del name
         twin = Denoiser.from_pretrained(
             Path(self.model.config._name_or_path).parent, lora=self.lora

@@ -32,11 +32,8 @@ FRAGMENTS: dict[str, int] = {
     "gcore-llm": 0,
     "gcore-runs": 0,
 }
-# These two have risen twice, from 53 and 37. To 58 and 41: since then waves are rounds of the placement, responses have
-# expected lengths, engines keep sleeping weights in pinned memory, and ranks take turns on devices that they lend. To
-# 66 and 44: settings that nothing reads are refused, contents of files are compared on resumption, messages have one
-# form, responses end at stop strings, and slow rewards are named. To 78 and 49: definitions have rooms of their own
-# (objectives, layouts of rows, turns), settings are tables of a library's options, and a chat template is tried.
+# They were 58 and 41 on 2026-11-28. Since then settings that nothing reads are refused, contents of files are compared
+# on resumption, chat templates are tried, and definitions have rooms of their own (objectives, layouts of rows).
 TRACED_FILES: dict[str, int] = {"start": 71, "step": 44}
 DENSITY: dict[str, float] = {
     "nodes": 320800,

@@ -61,10 +61,10 @@ from gcore_runs import (
     Display,
     RunFolder,
     UserError,
+    format_metric,
     json_object,
     logs_of,
     read_jsonl,
-    shown,
     start_inline_backend,
 )
 from gcore_runs.engines import Instrumentation, device_timers
@@ -282,7 +282,9 @@ class ImageRunRecorder(BaseRunRecorder[ImageJob, ImageEvaluation]):
         for name in evaluation.parts:
             labels[name] = name.removeprefix("val/").removesuffix("/mean")
         results = ", ".join(
-            f"{label} {shown(metrics[name])}" for name, label in labels.items() if name in metrics
+            f"{label} {format_metric(metrics[name])}"
+            for name, label in labels.items()
+            if name in metrics
         )
         self.display.say(f"step {step}: held-out images: {results}")
         return metrics

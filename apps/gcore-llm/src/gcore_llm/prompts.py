@@ -30,7 +30,7 @@ from gcore_runs import (
     held_out_places,
     image_sources,
     max_sequence_length,
-    mixed,
+    mix_sets,
     model_folder,
     open_rows,
 )
@@ -222,7 +222,7 @@ def load_files(
     sets = val_prompts(val, data)
     return replace(
         sets,
-        train=mixed(train, data) if data.weights else _join(train),
+        train=mix_sets(train, data) if data.weights else _join(train),
         val=sets.val or held_out,
         num_too_long=sets.num_too_long + num_too_long,
         longest=max([sets.longest] + [file.longest for file in files]),

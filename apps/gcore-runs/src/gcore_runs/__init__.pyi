@@ -26,7 +26,7 @@ from .inputs import (
     hold_out as hold_out,
     image_sources as image_sources,
     max_sequence_length as max_sequence_length,
-    mixed as mixed,
+    mix_sets as mix_sets,
     model_folder as model_folder,
     open_rows as open_rows,
     read_lines as read_lines,
@@ -44,7 +44,7 @@ from .loop.recorder import (
     Display as Display,
     RunJob as RunJob,
     Stop as Stop,
-    shown as shown,
+    format_metric as format_metric,
 )
 from .loop.supervisor import (
     RunResult as RunResult,
@@ -78,7 +78,7 @@ from .settings.checks import (
     ReadWith as ReadWith,
     above as above,
     at_least as at_least,
-    converted as converted,
+    convert_value as convert_value,
     multiple_of as multiple_of,
     one_of as one_of,
     override as override,

@@ -199,7 +199,7 @@ def run_training(
     """
     from rich.table import Table
 
-    from gcore_runs.loop.recorder import Display, shown
+    from gcore_runs.loop.recorder import Display, format_metric
 
     with Display() as display:
         result = train(config, display)
@@ -212,7 +212,9 @@ def run_training(
             labels = {name: name.rpartition("/")[2].replace("_", " ") for name in names}
         for name, label in labels.items():
             if name in result.before:
-                table.add_row(label, shown(result.before[name]), shown(result.after[name]))
+                table.add_row(
+                    label, format_metric(result.before[name]), format_metric(result.after[name])
+                )
         display.console.print(table)
     display.say(f"report:  {result.run / 'report.html'}")
     if (result.run / "export").is_dir():

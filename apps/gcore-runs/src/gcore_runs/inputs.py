@@ -175,7 +175,7 @@ def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[
     ]
 
 
-def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> "Mixture[RowT]":
+def mix_sets(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> "Mixture[RowT]":
     """Return the rows of all data.train-files, each with its data.weights.
 
     Raises:

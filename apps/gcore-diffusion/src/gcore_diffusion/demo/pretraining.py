@@ -92,7 +92,7 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
         level = torch.sigmoid(torch.randn(len(prompt), generator=generator))
         noise = torch.randn(clean.shape, generator=generator)
         output = model(
-            hidden_states=process.noised(clean, noise, level),
+            hidden_states=process.add_noise(clean, noise, level),
             timestep=process.timesteps(level),
             encoder_hidden_states=embedded[prompt],
             pooled_projections=pooled[prompt],

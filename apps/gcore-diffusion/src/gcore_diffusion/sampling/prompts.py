@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gcore_diffusion.config import DiffusionDataConfig
 from gcore_rollout import RequestError, RolloutError, check_text, decode_image, read_image
-from gcore_runs import UserError, columns, hold_out, image_sources, mixed, open_rows, read_lines
+from gcore_runs import UserError, columns, hold_out, image_sources, mix_sets, open_rows, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def load_prompts(
             )
     if not val:
         train, val = hold_out(train, size=config.val_size, seed=0)
-    prompts = mixed(train, config) if config.weights else list(chain.from_iterable(train))
+    prompts = mix_sets(train, config) if config.weights else list(chain.from_iterable(train))
     return ImagePromptSets(train=prompts, val=val)
 
 

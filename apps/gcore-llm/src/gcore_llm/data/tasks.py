@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from gcore_llm.prompts import Problem, PromptSets, load_val_files, make_prompts, val_prompts
 from gcore_llm.sections import DataConfig, TaskConfig
 from gcore_rollout import import_reasoning_gym
-from gcore_runs import UserError, converted, one_line
+from gcore_runs import UserError, convert_value, one_line
 
 _VAL_SEED = 1_000_003
 
@@ -176,7 +176,7 @@ def _convert(field: str, value: Any, declared: Any, *, default: Any) -> Any:
     elif is_sequence and not isinstance(value, list | tuple | type(default)):
         value = [value]  # one value on the command line
     try:
-        return converted(field, value, declared)
+        return convert_value(field, value, declared)
     except UserError:
         if type(value) is type(default) and get_origin(declared) is not Literal:
             return value

@@ -13,7 +13,7 @@ from gcore_runs import (
     NonNegative,
     UserError,
     at_least,
-    converted,
+    convert_value,
 )
 
 _SET_TYPES: dict[str, Any] = {
@@ -59,7 +59,7 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
         values: dict[str, Any] = {}
         for key, value in settings.items():
             if key != "reward":
-                values[key] = converted(f"{where}.{key}", value, _SET_TYPES[key])
+                values[key] = convert_value(f"{where}.{key}", value, _SET_TYPES[key])
         try:
             return replace(self, **values, sets={})
         except UserError as error:

@@ -24,7 +24,7 @@ from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.sections import drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import RunResult, Stop, Supervisor, mixed, model_folder, with_adapter
+from gcore_runs import RunResult, Stop, Supervisor, mix_sets, model_folder, with_adapter
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import MetricsWriter, write_atomically
 from gcore_runs.settings.resources import resolve
@@ -185,7 +185,7 @@ class _Loop:
         if not self._config.data.weights:
             return train
         rest = iter(train)
-        return mixed([list(islice(rest, size)) for size in self._sets.sizes], self._config.data)
+        return mix_sets([list(islice(rest, size)) for size in self._sets.sizes], self._config.data)
 
     def _export(self, path: Path) -> None:
         """Write a Hugging Face folder."""

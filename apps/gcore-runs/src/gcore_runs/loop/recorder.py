@@ -192,7 +192,7 @@ STAGE_CELLS = (
 """Times of a step and of its stages."""
 
 
-def shown(value: float, form: str = "{:.3f}") -> str:
+def format_metric(value: float, form: str = "{:.3f}") -> str:
     """Format a number for the screen; from 1e9 on, with three digits and a power of ten."""
     if abs(value) < _LARGE:
         return form.format(value)
@@ -204,7 +204,7 @@ def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tup
     texts: list[tuple[str, str]] = []
     for cell in cells:
         if cell.metric in metrics:
-            texts.append((cell.label, shown(metrics[cell.metric], cell.form)))
+            texts.append((cell.label, format_metric(metrics[cell.metric], cell.form)))
         elif cell.absent is not None:
             texts.append((cell.label, cell.absent))
     return texts

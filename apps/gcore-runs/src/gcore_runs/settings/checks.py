@@ -319,14 +319,14 @@ def override(base: ConfigT, table: Mapping[str, Any], section: str) -> ConfigT:
             raise UserError(
                 f"unknown field {section}.{name}; {hint(f'{section}.{name}', settings)}"
             )
-        values[name] = converted(f"{section}.{name}", value, types[name])
+        values[name] = convert_value(f"{section}.{name}", value, types[name])
     try:
         return replace(base, **values)  # pyright: ignore[reportArgumentType]  # a dataclass
     except ConfigError as error:
         raise UserError(f"{section}.{error}") from None
 
 
-def converted(field: str, value: object, kind: Any) -> Any:
+def convert_value(field: str, value: object, kind: Any) -> Any:
     """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates; else `UserError`."""
     try:
         return cached_adapter(kind).validate_python(value)

@@ -18,7 +18,7 @@ from gcore_runs.migration.keys import hint
 from gcore_runs.settings.checks import (
     cached_adapter,
     conditional_settings,
-    converted,
+    convert_value,
     default_settings,
     describe_expected,
     flatten,
@@ -301,7 +301,7 @@ def _reset_unread(settings_type: type, values: dict[str, Any], keep: Collection[
             continue
         try:
             chosen = {
-                chooser: converted(chooser, values[chooser], types[chooser])
+                chooser: convert_value(chooser, values[chooser], types[chooser])
                 for chooser in entry.chosen_by
             }
             is_read = entry.is_read(chosen)

@@ -121,7 +121,7 @@ class WeightHistory:
         return None
 
     @staticmethod
-    def joined(parts: "Iterable[WeightHistory]") -> "WeightHistory":
+    def join(parts: "Iterable[WeightHistory]") -> "WeightHistory":
         """Return the last version of which each of several ranks has sent a part."""
         lasts = [part.updates[-1] for part in parts]
         layout: dict[str, TensorSpec] = {}
@@ -130,7 +130,7 @@ class WeightHistory:
         update = replace(
             lasts[0],
             layout=layout,
-            tensors=WeightReferences.joined(last.tensors for last in lasts),
+            tensors=WeightReferences.join(last.tensors for last in lasts),
             size_bytes=sum(last.size_bytes for last in lasts),
         )
         return WeightHistory([update], update.tensors.digests)

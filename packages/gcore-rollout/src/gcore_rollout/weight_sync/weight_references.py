@@ -85,7 +85,7 @@ class WeightReferences:
         return cls(buckets, digests=digests_of(weights))
 
     @classmethod
-    def joined(cls, parts: Iterable[Self]) -> Self:
+    def join(cls, parts: Iterable[Self]) -> Self:
         """Return the weights of which each of several processes has put a part."""
         buckets: list[_Bucket] = []
         digests: dict[str, Mapping[str, Digest]] = {}

@@ -147,12 +147,12 @@ class Denoiser:
         Without adapters, see `copied`.
         """
         if self.lora is None:
-            return self.copied()
+            return self.copy()
         if self.lora.path:
-            return self.copied("initial")
+            return self.copy("initial")
         return self._with_adapter(None)
 
-    def copied(self, name: str = "old") -> "Denoiser":
+    def copy(self, name: str = "old") -> "Denoiser":
         """Return a copy whose weights are not trained; frozen weights are shared.
 
         ``name`` names the copy's adapters, if there are any.

@@ -22,7 +22,9 @@ class NoiseProcess(ABC):
     """
 
     @abstractmethod
-    def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    def add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
+    ) -> torch.Tensor:
         """Return the latents at these levels."""
 
     @abstractmethod
@@ -42,13 +44,15 @@ class FlowProcess(NoiseProcess):
         >>> process = FlowProcess()
         >>> clean = torch.zeros(1, 2)
         >>> noise = torch.ones(1, 2)
-        >>> process.noised(clean, noise, level=torch.tensor([0.25]))
+        >>> process.add_noise(clean, noise, level=torch.tensor([0.25]))
         tensor([[0.2500, 0.2500]])
     """
 
     num_train_timesteps: int = 1000
 
-    def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    def add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
+    ) -> torch.Tensor:
         s = column(level, clean)
         return (1 - s) * clean + s * noise
 
@@ -66,7 +70,7 @@ class DDPMProcess(NoiseProcess):
 
     Example:
         >>> process = DDPMProcess(alphas_cumprod=[0.99, 0.64])
-        >>> process.noised(torch.ones(1, 2), torch.zeros(1, 2), level=torch.tensor([1.0]))
+        >>> process.add_noise(torch.ones(1, 2), torch.zeros(1, 2), level=torch.tensor([1.0]))
         tensor([[0.8000, 0.8000]])
     """
 
@@ -74,7 +78,9 @@ class DDPMProcess(NoiseProcess):
     """[T]."""
     prediction_type: Literal["epsilon", "v_prediction", "sample"] = "epsilon"
 
-    def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    def add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
+    ) -> torch.Tensor:
         a = self._alpha(clean, level)
         return a.sqrt() * clean + (1 - a).sqrt() * noise
 

@@ -206,7 +206,7 @@ class NFTObjective(DiffusionObjective):
         bound = self._config.adv_clip_max
         clean, advantages = stack_fields(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
-        noised = self._process.noised(clean, noise, level)
+        noised = self._process.add_noise(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
         conditions = Conditioned.of(samples, device)
         with torch.no_grad():
@@ -262,7 +262,7 @@ class DiffusionDPOObjective(DiffusionObjective):
         # Both images of a pair get the chosen one's noise.
         seeded = [samples[i - i % 2] for i in range(len(samples))]
         level, noise = drawn_noise(seeded, index, clean)
-        noised = self._process.noised(clean, noise, level)
+        noised = self._process.add_noise(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
         target = self._process.target(clean, noise, level)
         conditions = Conditioned.of(samples, device)

@@ -107,7 +107,7 @@ class DiffusionTrainer(BaseTrainer):
             raise ConfigError(
                 f"reference is None: {type(objective).__name__} asks the initial policy"
             )
-        old = denoiser.copied() if objective.needs_old else None
+        old = denoiser.copy() if objective.needs_old else None
         self._models = Models(policy=denoiser, old=old, reference=reference)
         group = None
         self._world_size = 1

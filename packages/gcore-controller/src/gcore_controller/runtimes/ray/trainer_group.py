@@ -313,7 +313,7 @@ class RayTrainerClient(TrainerClient[BatchT]):
         parts = await self._call_all_ranks(
             "send_weights", averaged=averaged, version=version, base_version=base_version
         )
-        self._sent = parts[0].joined(parts).after(self._sent)
+        self._sent = parts[0].join(parts).after(self._sent)
         await policy.update_weights(self._sent, version=version)
         await self.group.barrier()
 
