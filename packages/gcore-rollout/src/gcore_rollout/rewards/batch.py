@@ -77,14 +77,17 @@ class BatchReward:
             prompts.append(prompt)
             completions.append(completion)
             rows.append(row)
-        scores: Sequence[Any]
         try:
-            scores = list(await self._scorer(prompts, completions, rows))
+            scores: list[Any] = list(await self._scorer(prompts, completions, rows))
             if len(scores) != len(batch):
                 raise RewardError(
                     f"returned {len(scores)} scores; expected one for each of {len(batch)} completions"
                 )
         except Exception as error:
-            scores = [error] * len(batch)
+            for _, call in batch:
+                finish_call(call, error)
+            return
         for (_, call), score in zip(batch, scores, strict=True):
-            finish_call(call, score)
+            # An error among the scores is no number, and refused as such.
+            if not call.done():
+                call.set_result(score)

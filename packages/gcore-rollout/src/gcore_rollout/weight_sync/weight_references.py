@@ -81,7 +81,8 @@ class WeightReferences:
             "bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError
         )
         here = ((name, tensor.detach()) for name, tensor in weights if not tensor.is_meta)
-        buckets = [_Bucket.put(bucket) for bucket in group_into_buckets(here, bucket_size_bytes)]
+        # In a loop, its variable would hold a bucket while the next one is filled.
+        buckets = list(map(_Bucket.put, group_into_buckets(here, bucket_size_bytes)))
         return cls(buckets, digests=digests_of(weights))
 
     @classmethod
