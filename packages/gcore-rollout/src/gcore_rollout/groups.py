@@ -21,7 +21,8 @@ class Group:
 
     Example:
         >>> arrays = {"log_probs": np.zeros(3, np.float32), "weight_versions": np.zeros(3, np.int32)}
-        >>> response = Completion(request_id="0", index=0, token_ids=np.array([5, 6, 1]), finish_reason="stop", **arrays)
+        >>> ids = np.array([5, 6, 1])
+        >>> response = Completion(request_id="0", index=0, token_ids=ids, finish_reason="stop", **arrays)
         >>> group = Group(prompt_index=0, prompt_ids=np.array([2, 3]), responses=[response])
         >>> group.lengths
         array([3])

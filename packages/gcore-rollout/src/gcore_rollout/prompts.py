@@ -85,9 +85,10 @@ class Prompt:
         >>> row = {"question": "1 + 1 =", "answer": "2"}
         >>> ids = tokenizer(row["question"])["input_ids"]
         >>> prompt = Prompt(text=row["question"], token_ids=tuple(ids), row=row)
-        >>> request = Request(request_id="0", prompt_token_ids=prompt.token_ids, sampling=SamplingParams(max_tokens=8), n=4)
-        >>> len(request.prompt_token_ids), request.n
-        (7, 4)
+        >>> sampling = SamplingParams(max_tokens=8)
+        >>> request = Request(request_id="0", prompt_token_ids=prompt.token_ids, sampling=sampling)
+        >>> len(request.prompt_token_ids)
+        7
     """
 
     text: str

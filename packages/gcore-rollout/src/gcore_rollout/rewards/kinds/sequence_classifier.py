@@ -33,7 +33,7 @@ class SequenceClassifierReward:
         >>> from transformers import AutoConfig
         >>> config = AutoConfig.from_pretrained("model", num_labels=1)
         >>> model = AutoModelForSequenceClassification.from_config(config)
-        >>> reward = SequenceClassifierReward(model, encode=lambda prompt, completion: [ord(c) for c in prompt + completion])
+        >>> reward = SequenceClassifierReward(model, encode=lambda prompt, text: [ord(c) for c in prompt + text])
         >>> async def main():
         ...     scores = await asyncio.gather(*[reward("1 + 1 =", answer, {}) for answer in ("2", "3", "eleven")])
         ...     reward.close()
