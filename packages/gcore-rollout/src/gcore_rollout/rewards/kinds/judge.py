@@ -69,7 +69,7 @@ class JudgeModel:
         >>> tokenizer = AutoTokenizer.from_pretrained("model")
         >>> async def main():
         ...     engine = HFEngine.from_pretrained("model")
-        ...     sampling = SamplingParams(max_tokens=8)
+        ...     sampling = SamplingParams(max_tokens=4)
         ...     judge = JudgeModel(
         ...         engine=engine, encode=tokenizer.encode, decode=tokenizer.decode, sampling=sampling, n=2
         ...     )
