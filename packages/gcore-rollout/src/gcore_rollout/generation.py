@@ -29,7 +29,17 @@ Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupComparison:
-    """Adds to each response's own score a weighted score against the other responses of its group."""
+    """Adds to each response's own score a weighted score against the other responses of its group.
+
+    Example:
+        >>> async def prefer_short(prompt, completions, row):
+        ...     return [Scored(score=float(text == min(completions, key=len))) for text in completions]
+        >>> comparison = GroupComparison(runner=RewardRunner(prefer_short), weight=0.5)
+        >>> completions = ["It is 2.", "2"]
+        >>> scored = asyncio.run(comparison.runner.score_group(prompt="1 + 1 =", completions=completions, row={}))
+        >>> [comparison.weight * result.score for result in scored]  # what `run` adds to the responses' scores
+        [0.0, 0.5]
+    """
 
     runner: RewardRunner
     weight: float
@@ -66,7 +76,17 @@ class GroupComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRoles:
-    """The services that generate and score responses."""
+    """The services that generate and score responses.
+
+    Example:
+        >>> from transformers import AutoTokenizer
+        >>> reward = RewardRunner(lambda prompt, completion, row: float("7" in completion))
+        >>> engine = HFEngine.from_pretrained("model")
+        >>> roles = RolloutRoles(policy=engine, reward=reward, tokenizer=AutoTokenizer.from_pretrained("model"))
+        >>> [log.drain() for log in roles.failure_logs()]
+        [(0, [])]
+        >>> asyncio.run(engine.close())
+    """
 
     policy: Engine
     reward: RewardRunner
@@ -93,6 +113,24 @@ class Generation:
     """Generates groups of responses and scores them, in one call of `run`.
 
     What is drawn for a prompt depends only on its prompt index, ``seed`` and the weights.
+
+    Example:
+        >>> from contextlib import nullcontext
+        >>> from transformers import AutoTokenizer
+        >>> async def count_characters(prompt, completion, row):
+        ...     return float(len(completion))
+        >>> async def main():
+        ...     engine = HFEngine.from_pretrained("model")
+        ...     tokenizer = AutoTokenizer.from_pretrained("model")
+        ...     roles = RolloutRoles(policy=engine, reward=RewardRunner(count_characters), tokenizer=tokenizer)
+        ...     sampling = SamplingParams(max_tokens=4)
+        ...     generation = Generation(roles=roles, sampling=sampling, n=2, seed=0, time_stage=nullcontext)
+        ...     prompt = Prompt(text="Hi", token_ids=tuple(tokenizer("Hi")["input_ids"]), row={})
+        ...     groups, _ = await generation.run([(0, prompt), (1, prompt)])
+        ...     await engine.close()
+        ...     return groups
+        >>> [(group.prompt_index, len(group.scores)) for group in asyncio.run(main())]
+        [(0, 2), (1, 2)]
     """
 
     roles: RolloutRoles

@@ -17,7 +17,20 @@ from gcore_rollout.rewards.reward import part_means
 
 @dataclass(kw_only=True, eq=False)
 class Group:
-    """The completions of one prompt."""
+    """The completions of one prompt.
+
+    Example:
+        >>> arrays = {"log_probs": np.zeros(3, np.float32), "weight_versions": np.zeros(3, np.int32)}
+        >>> ids = np.array([5, 6, 1])
+        >>> response = Completion(request_id="0", index=0, token_ids=ids, finish_reason="stop", **arrays)
+        >>> group = Group(prompt_index=0, prompt_ids=np.array([2, 3]), responses=[response])
+        >>> group.lengths
+        array([3])
+        >>> group.has_signal
+        False
+        >>> Group.from_state(group.state()).scores
+        [0.0]
+    """
 
     prompt_index: int
     """Position of the prompt in the run's global order."""
@@ -157,6 +170,15 @@ class LengthHistory:
     Args:
         max_prompts: how many prompts are kept, at 12 bytes each in a checkpoint.
         max_sources: how many data sets.
+
+    Example:
+        >>> prompt = Prompt(text="2 + 2 =", token_ids=(2, 13, 2), row={"data_source": "sums"})
+        >>> history = LengthHistory()
+        >>> history.add([measure_length(prompt, [8, 12])])
+        >>> history.expected(prompt)
+        10
+        >>> history.expected(Prompt(text="3 + 3 =", token_ids=(3, 13, 3), row={"data_source": "sums"}))
+        10
     """
 
     def __init__(self, *, max_prompts: int = 2**15, max_sources: int = 256) -> None:

@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImages:
-    """The images of one prompt, in order; files are read whenever they are needed."""
+    """The images of one prompt, in order; files are read whenever they are needed.
+
+    Example:
+        >>> Path("chart.png").write_bytes(b"the encoded file")
+        16
+        >>> images = PromptImages(model="Qwen2-VL-2B-Instruct", sources=(Path("chart.png"),))
+        >>> images.encoded()
+        (b'the encoded file',)
+        >>> PromptImages.from_state(images.state()) == images
+        True
+    """
 
     model: str
     """Hugging Face folder of the model that the images are for."""
@@ -67,7 +77,19 @@ def _source_from_state(source: Any) -> bytes | Path | str:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt, ready for an engine."""
+    """One prompt, ready for an engine.
+
+    Example:
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained("model")
+        >>> row = {"question": "1 + 1 =", "answer": "2"}
+        >>> ids = tokenizer(row["question"])["input_ids"]
+        >>> prompt = Prompt(text=row["question"], token_ids=tuple(ids), row=row)
+        >>> sampling = SamplingParams(max_tokens=8)
+        >>> request = Request(request_id="0", prompt_token_ids=prompt.token_ids, sampling=sampling)
+        >>> len(request.prompt_token_ids)
+        7
+    """
 
     text: str
     token_ids: tuple[int, ...]

@@ -59,6 +59,16 @@ class GenEvalReward:
     instances), or DETR; or one that is given the names (zero-shot). ``clip`` is that of a CLIP model, which names the
     colours; GenEval's is ViT-L/14. ``thresholds`` are the confidence of objects, and of those to be counted, of
     GenEval's detector; zero-shot ones need much less.
+
+    Example:
+        >>> def score_images(folder, images, prompts, rows):
+        ...     reward = GenEvalReward(folder, thresholds=(0.3, 0.9))
+        ...     reward.check_prompts(prompts, rows)
+        ...     return reward(images, prompts, rows)
+        >>> row = {"include": [{"class": "cup", "count": 2}, {"class": "bowl", "count": 1, "position": ["left of", 0]}]}
+        >>> objects = {"cup": [(20.0, 0.0, 28.0, 8.0), (20.0, 9.0, 28.0, 17.0)], "bowl": [(0.0, 0.0, 8.0, 8.0)]}
+        >>> geneval_score(objects, row, lambda name, boxes: [])
+        (1.0, True, True)
     """
 
     def __init__(

@@ -86,6 +86,15 @@ class FrameReward:
 
     The numbers that come with scores are means over the frames, too. Images are scored as they are. With
     ``one_at_a_time`` calls in other threads wait, so that the memory of a model's passes is that of one call.
+
+    Example:
+        >>> def brightness(images, prompts, rows):
+        ...     return images.mean((1, 2, 3)) / 255
+        >>> video = np.zeros((1, 8, 4, 4, 3), np.uint8)
+        >>> video[:, 4:] = 255
+        >>> scores, parts = FrameReward(brightness, num_frames=2)(video, ["a sunrise"], [{}])
+        >>> scores
+        array([0.5])
     """
 
     def __init__(
@@ -218,6 +227,13 @@ class ColourReward:
     """Cosine similarity, from 0 to 1, of the prompt's colour and the image's mean colour, weighted by brightness.
 
     ``colours`` has red, green and blue from 0 to 1 by the word of a prompt that names them.
+
+    Example:
+        >>> reward = ColourReward({"red": (1, 0, 0), "yellow": (1, 1, 0)})
+        >>> image = np.zeros((8, 8, 3), np.uint8)
+        >>> image[..., 0] = 255
+        >>> reward(np.stack([image, image]), ["a red car", "a yellow car"], [{}, {}]).round(3)
+        array([1.   , 0.707])
     """
 
     def __init__(self, colours: Mapping[str, tuple[float, float, float]]) -> None:

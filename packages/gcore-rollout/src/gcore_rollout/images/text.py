@@ -25,6 +25,13 @@ class OCRReward:
     The text is the first in double quotes in the prompt, or the row's column ``text_key``. ``path`` is a Hugging Face
     folder of a model that turns an image into text without a question, with its processor: GOT-OCR2, which reads
     whole pictures, or TrOCR, which reads one line.
+
+    Example:
+        >>> def score_signs(folder, images):
+        ...     reward = OCRReward(folder)
+        ...     return reward(images, ['a sign that says "Open"'] * len(images), [{}] * len(images))
+        >>> text_similarity("0pen", "Open")  # of what the model reads and what the prompt asks for
+        0.75
     """
 
     def __init__(self, path: str | Path, *, text_key: str = "", device: str = "cpu") -> None:

@@ -34,7 +34,21 @@ class Pixels:
 
 
 class VisionProcessor:
-    """A model folder's image processor of transformers, and the number of tokens of an image by the model's config."""
+    """A model folder's image processor of transformers, and the number of tokens of an image by the model's config.
+
+    Example:
+        >>> from transformers import Qwen2VLConfig, Qwen2VLImageProcessor
+        >>> from gcore_rollout.images.reward import png
+        >>> processor = VisionProcessor(Qwen2VLImageProcessor(), Qwen2VLConfig(image_token_id=9))
+        >>> image = png(np.zeros((56, 84, 3), np.uint8))
+        >>> token_ids = processor.expand([1, 9, 2], [image])
+        >>> token_ids
+        (1, 9, 9, 9, 9, 9, 9, 2)
+        >>> processor.places(token_ids)
+        [(1, 6)]
+        >>> processor.process([image]).grid_thw
+        array([[1, 4, 6]])
+    """
 
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor = processor

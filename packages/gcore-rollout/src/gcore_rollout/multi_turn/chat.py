@@ -20,6 +20,18 @@ class ChatEncoder:
 
     ``chat_template_kwargs`` are further variables of the template, such as ``enable_thinking``. Methods that take
     messages raise a `RequestError` for messages that are malformed, have images, or are refused by the template.
+
+    Example:
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained("model")
+        >>> tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+        >>> encoder = ChatEncoder(tokenizer)
+        >>> ids = encoder.first([{"role": "user", "content": "1 + 1?"}])
+        >>> encoder.text(ids)
+        '<user>1 + 1?;'
+        >>> further = encoder.next([{"role": "user", "content": "Sure?"}], last_token=tokenizer("2")["input_ids"][0])
+        >>> encoder.text(further)
+        ';<user>Sure?;'
     """
 
     def __init__(

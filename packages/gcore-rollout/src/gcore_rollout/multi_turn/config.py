@@ -40,7 +40,18 @@ class EnvironmentRole:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTurnConfig:
-    """Responses of several turns, in an environment or with tools."""
+    """Responses of several turns, in an environment or with tools.
+
+    Example:
+        >>> import asyncio
+        >>> async def reward(prompt, completion, row):
+        ...     return float(completion == row["answer"])
+        >>> config = MultiTurnConfig(max_revisions=2, max_tokens_per_turn=64)
+        >>> role = config.build(None, RewardRunner(reward), prompt_key="question", on_error="raise")
+        >>> environment = role.new({"question": "1 + 1 =", "answer": "2"})
+        >>> asyncio.run(environment.step("3")).messages
+        [{'role': 'user', 'content': 'The answer scores 0.'}]
+    """
 
     environment: str = ""
     """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.Environment),

@@ -22,7 +22,17 @@ EpisodeOutcome = Literal[EpisodeEnd, "failed", "cancelled"]
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """The start of an episode."""
+    """The start of an episode.
+
+    Example:
+        >>> function = {"name": "days", "description": "Count the days of a month.", "parameters": {"type": "object"}}
+        >>> class Calendar:
+        ...     async def reset(self):
+        ...         question = {"role": "user", "content": "How many days has May?"}
+        ...         return Opening(messages=[question], tools=[{"type": "function", "function": function}])
+        >>> asyncio.run(Calendar().reset()).messages[0]["content"]
+        'How many days has May?'
+    """
 
     messages: Sequence[Message]
     """The messages that the policy answers first."""
@@ -36,7 +46,19 @@ class Opening:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The answer of an environment to one turn of the policy."""
+    """The answer of an environment to one turn of the policy.
+
+    Example:
+        >>> class GuessANumber:
+        ...     async def step(self, completion):
+        ...         if completion == "7":
+        ...             return Reply(reward=1.0, done=True)
+        ...         return Reply(messages=[{"role": "user", "content": "No, try again."}], reward=-0.1)
+        >>> asyncio.run(GuessANumber().step("5")).reward
+        -0.1
+        >>> asyncio.run(GuessANumber().step("7"))
+        Reply(messages=(), reward=1.0, done=True)
+    """
 
     messages: Sequence[Message] = ()
     """Read by the policy before its next turn."""
@@ -91,6 +113,16 @@ class RevisionEnvironment:
     A turn's reward is the gain of its answer's score over the one before, so an episode's score is that of its last.
     The feedback of the reward, such as a judge's verdict, is the policy's next message; without any, that is the score.
     An answer of the score ``good_enough`` or more ends the episode.
+
+    Example:
+        >>> async def score(completion):
+        ...     return Scored(score=float(completion == "4"), feedback="Count again.")
+        >>> messages = [{"role": "user", "content": "2 + 2 ="}]
+        >>> environment = RevisionEnvironment(messages, score, good_enough=1.0, max_revisions=3)
+        >>> asyncio.run(environment.step("5")).messages
+        [{'role': 'user', 'content': 'Count again.'}]
+        >>> asyncio.run(environment.step("4"))
+        Reply(messages=(), reward=1.0, done=True)
     """
 
     messages: Sequence[Message]
@@ -165,7 +197,19 @@ def _parse_call(text: str) -> ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that a policy may call. A failure is reported to the policy, and is no error of the run."""
+    """A function that a policy may call. A failure is reported to the policy, and is no error of the run.
+
+    Example:
+        >>> async def add(a, b):
+        ...     return a + b
+        >>> numbers = {"a": {"type": "number"}, "b": {"type": "number"}}
+        >>> parameters = {"type": "object", "properties": numbers}
+        >>> tool = Tool(name="add", description="Add two numbers.", function=add, parameters=parameters)
+        >>> asyncio.run(tool({"a": 2, "b": 3}))
+        '5'
+        >>> asyncio.run(tool({"a": 2, "b": "3"}))
+        "error: TypeError: unsupported operand type(s) for +: 'int' and 'str'"
+    """
 
     name: str
     description: str
@@ -206,6 +250,18 @@ class ToolEnvironment:
     """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it.
 
     So is a turn that was cut off: no further turn could read the results of its calls.
+
+    Example:
+        >>> async def shout(text):
+        ...     return text.upper()
+        >>> parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+        >>> tool = Tool(name="shout", description="Shout a text.", function=shout, parameters=parameters)
+        >>> environment = ToolEnvironment([{"role": "user", "content": "Shout hi."}], [tool])
+        >>> call = '<tool_call>{"name": "shout", "arguments": {"text": "hi"}}</tool_call>'
+        >>> asyncio.run(environment.step(call)).messages
+        [{'role': 'tool', 'name': 'shout', 'content': 'HI'}]
+        >>> asyncio.run(environment.step("HI")).done
+        True
     """
 
     messages: Sequence[Message]

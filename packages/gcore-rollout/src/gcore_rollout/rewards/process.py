@@ -35,7 +35,18 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessLimits:
-    """Limits of a function in a process of its own."""
+    """Limits of a function in a process of its own.
+
+    Example:
+        >>> limits = ProcessLimits(call_s=0.5, memory_bytes=256 << 20)
+        >>> async def main():
+        ...     reward = ProcessReward(MathVerifyReward, limits=limits, limit_score=0.0)
+        ...     score = await reward("", "$9^{9^{9^{9}}}$", {"answer": "9"})
+        ...     reward.close()
+        ...     return score
+        >>> asyncio.run(main())
+        Scored(score=0.0, parts={}, feedback='', answer=None)
+    """
 
     call_s: float = 10.0
     """Seconds of one call, after which the process is killed and another one started."""

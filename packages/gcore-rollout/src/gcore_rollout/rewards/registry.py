@@ -25,7 +25,15 @@ KindT = TypeVar("KindT")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRewardSettings:
-    """Settings of image rewards, of which each kind uses those that it needs."""
+    """Settings of image rewards, of which each kind uses those that it needs.
+
+    Example:
+        >>> settings = ImageRewardSettings(jpeg_size=64)
+        >>> reward = build_image_reward("jpeg_compressibility", settings, setting="reward.kind")
+        >>> images = np.zeros((2, 128, 128, 3), np.uint8)
+        >>> reward(images, ["a", "b"], [{}, {}]).shape
+        (2,)
+    """
 
     path: str = ""
     """Hugging Face folder."""
@@ -44,7 +52,18 @@ class ImageRewardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRewardKind:
-    """A kind of image reward, and the settings that it needs."""
+    """A kind of image reward, and the settings that it needs.
+
+    Example:
+        >>> def make(settings):
+        ...     return lambda images, prompts, rows: images.mean((1, 2, 3)) / 255
+        >>> kind = ImageRewardKind(make=make)  # register_image_reward("brightness", kind) lets settings name it
+        >>> reward = kind.make(ImageRewardSettings())
+        >>> reward(np.full((1, 8, 8, 3), 51, np.uint8), ["a dusk"], [{}])
+        array([0.2])
+        >>> image_reward_kind("pick_score").path
+        'a CLIP model'
+    """
 
     make: Callable[[ImageRewardSettings], ImageRewardFunction]
     path: str = ""

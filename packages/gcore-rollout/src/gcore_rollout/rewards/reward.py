@@ -35,7 +35,13 @@ _slow_calls_logger = logging.getLogger("gcore_rollout.rewards.slow_calls")
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """The score of one completion with its parts and feedback."""
+    """The score of one completion with its parts and feedback.
+
+    Example:
+        >>> verdict = Scored(score=0.7, parts={"parsed": 1.0}, feedback="Nearly right.")
+        >>> verdict.as_parts("judge")
+        {'judge': 0.7, 'judge/parsed': 1.0}
+    """
 
     score: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -52,7 +58,12 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Failures of one kind."""
+    """Failures of one kind.
+
+    Example:
+        >>> Failure.of(ValueError("there is no number"))
+        Failure(kind='ValueError', message='there is no number', count=1)
+    """
 
     kind: str
     """The exception's type, and where it was raised."""
@@ -73,7 +84,16 @@ class Failure:
 
 
 class FailureLog:
-    """Counts calls, and failures by kind; the first traceback of each kind is logged."""
+    """Counts calls, and failures by kind; the first traceback of each kind is logged.
+
+    Example:
+        >>> log = FailureLog()
+        >>> log.succeeded()
+        >>> log.failed(ValueError("there is no number"))
+        >>> log.failed(ValueError("there is none here"))
+        >>> log.drain()
+        (3, [Failure(kind='ValueError', message='there is no number', count=2)])
+    """
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -227,6 +247,18 @@ class ThreadedReward:
     stopped: a call that was abandoned holds its thread until it returns, and one that never returns until the process
     ends; threads of `concurrent.futures` and `asyncio.to_thread` would keep it from ending. Code that can hang belongs
     in a sandbox or on a server.
+
+    Example:
+        >>> def reward(prompt, completion, row):
+        ...     time.sleep(0.01)
+        ...     return float(completion == row["answer"])
+        >>> async def main():
+        ...     threaded = ThreadedReward(reward, max_workers=2)
+        ...     scores = await asyncio.gather(*[threaded("1 + 1 =", text, {"answer": "2"}) for text in ("2", "3")])
+        ...     threaded.close()
+        ...     return scores
+        >>> asyncio.run(main())
+        [1.0, 0.0]
     """
 
     def __init__(self, reward: Callable[..., Any], *, max_workers: int = 8) -> None:

@@ -277,7 +277,18 @@ def pause_time_limit() -> Generator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """The number of retries and the time between them."""
+    """The number of retries and the time between them.
+
+    Example:
+        >>> answers = iter(["lost", "lost", "42"])
+        >>> async def attempt():
+        ...     answer = next(answers)
+        ...     if answer == "lost":
+        ...         raise ConnectionError("the server does not answer")
+        ...     return answer
+        >>> asyncio.run(RetryPolicy(max_retries=2, backoff_s=0.0).run(attempt))
+        '42'
+    """
 
     max_retries: int = 2
     """Attempts after the first."""
@@ -312,7 +323,19 @@ class RetryPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRunnerConfig:
-    """Settings of a runner."""
+    """Settings of a runner.
+
+    Example:
+        >>> def reward(prompt, completion, row):
+        ...     return float(row["answer"] in completion)
+        >>> runner = RewardRunner(reward, RewardRunnerConfig(on_error="drop", max_concurrency=8))
+        >>> result = asyncio.run(runner.score(prompt="1 + 1 =", completion="2", row={}))
+        >>> type(result).__name__
+        'RewardError'
+        >>> runner.stats().num_failed
+        1
+        >>> runner.close()
+    """
 
     max_concurrency: int = 64
     """Largest number of concurrent calls; the others wait, and their time does not run yet."""
@@ -334,7 +357,16 @@ class RewardRunnerConfig:
 
 
 class RewardRunner:
-    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time."""
+    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time.
+
+    Example:
+        >>> def reward(prompt, completion, row):
+        ...     return float(completion == row["answer"])
+        >>> runner = RewardRunner(reward)
+        >>> asyncio.run(runner.score(prompt="1 + 1 =", completion="2", row={"answer": "2"}))
+        Scored(score=1.0, parts={}, feedback='', answer=None)
+        >>> runner.close()
+    """
 
     def __init__(
         self, reward: RewardFunction | GroupRewardFunction, config: RewardRunnerConfig | None = None

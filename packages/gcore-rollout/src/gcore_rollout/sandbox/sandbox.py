@@ -46,7 +46,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Limits of one program. Beyond a limit its call fails or it is killed; neither passes a test."""
+    """Limits of one program. Beyond a limit its call fails or it is killed; neither passes a test.
+
+    Example:
+        >>> limits = SandboxLimits(wall_s=5.0, output_bytes=1000)
+        >>> result = asyncio.run(Sandbox(limits=limits, isolation="limits").run("print('a' * 10_000)"))
+        >>> result.outcome
+        'output_limit'
+    """
 
     wall_s: float = 10.0
     """Seconds from the start to the end of the program, waiting included."""
@@ -108,6 +115,14 @@ class Sandbox:
         isolation: tried once here; a `RolloutError` if this machine cannot enforce it.
         max_concurrency: most programs at one time; default: as many as there are CPUs.
         import_paths: folders to import from besides the standard library, absolute; the program can read them.
+
+    Example:
+        >>> sandbox = Sandbox(isolation="limits")
+        >>> result = asyncio.run(sandbox.run("print(int(input()) + 1)", stdin="41"))
+        >>> result.outcome, int(result.stdout)
+        ('finished', 42)
+        >>> asyncio.run(sandbox.run("x = 3", tests=["assert x == 3", "assert x > 5"])).passed
+        (True, False)
     """
 
     def __init__(

@@ -32,6 +32,15 @@ class CompositeReward:
     ``judge/parsed``. Their feedback is joined by blank lines. One that raises `NotApplicableError` adds nothing, unless
     all do. A synchronous reward runs on the event loop, so wrap one
     that takes long in `ThreadedReward`. Weights need not sum to 1, and 0 measures a reward without using it.
+
+    Example:
+        >>> def is_right(prompt, completion, row):
+        ...     return float(completion.split()[-1] == row["answer"])
+        >>> def is_short(prompt, completion, row):
+        ...     return float(len(completion) < 20)
+        >>> reward = CompositeReward({"right": is_right, "short": is_short}, weights={"right": 1.0, "short": 0.2})
+        >>> asyncio.run(reward("1 + 1 =", "It is 2", {"answer": "2"}))
+        Scored(score=1.2, parts={'right': 1.0, 'short': 1.0}, feedback='', answer=None)
     """
 
     def __init__(
@@ -68,6 +77,15 @@ class ImageCompositeReward:
     """The weighted sum of named rewards of images, which run at the same time.
 
     As in `CompositeReward`, each reward's own score is the part of its name, and the parts that it returns are below.
+
+    Example:
+        >>> def red(images, prompts, rows):
+        ...     return images[..., 0].mean((1, 2)) / 255
+        >>> def dark(images, prompts, rows):
+        ...     return 1 - images.mean((1, 2, 3)) / 255
+        >>> reward = ImageCompositeReward({"red": red, "dark": dark}, weights={"red": 0.75, "dark": 0.25})
+        >>> asyncio.run(reward(np.zeros((1, 8, 8, 3), np.uint8), ["a night"], [{}]))
+        ([0.25], {'red': [0.0], 'dark': [1.0]})
     """
 
     def __init__(

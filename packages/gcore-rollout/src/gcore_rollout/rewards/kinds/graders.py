@@ -181,7 +181,15 @@ class _NumberReward(ABC):
 
 
 class GSM8KReward(_NumberReward):
-    """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`."""
+    """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`.
+
+    Example:
+        >>> reward = GSM8KReward()
+        >>> reward("", "3 boxes of 6 eggs are 18 eggs.", {"answer": "3 * 6 = 18 #### 18"})
+        Scored(score=1.0, parts={}, feedback='', answer='18')
+        >>> reward("", "I do not know.", {"answer": "18"}).score
+        0.0
+    """
 
     kind = "gsm8k"
     expected = "a text with a number"
@@ -189,7 +197,13 @@ class GSM8KReward(_NumberReward):
 
 
 class AIMEReward(_NumberReward):
-    """1 if the completion's final integer equals the row's column ``answer_key``, else 0; see `final_integer`."""
+    """1 if the completion's final integer equals the row's column ``answer_key``, else 0; see `final_integer`.
+
+    Example:
+        >>> reward = AIMEReward(answer_key="solution")
+        >>> reward("", "So the answer is 033.", {"solution": 33})
+        Scored(score=1.0, parts={}, feedback='', answer='33')
+    """
 
     kind = "aime"
     expected = "an integer"
@@ -201,6 +215,12 @@ class MultipleChoiceReward:
 
     The column has a letter, or the number of the right choice, from 0. Letters beyond the choices in the row's column
     ``options`` or ``choices`` are no answers; without these columns they are A to J.
+
+    Example:
+        >>> reward = MultipleChoiceReward()
+        >>> row = {"options": ["Rome", "Oslo", "Bern"], "answer": 1}
+        >>> reward("Which is in Norway?", "The answer is (B).", row)
+        Scored(score=1.0, parts={}, feedback='', answer='B')
     """
 
     def __init__(self, *, answer_key: str = "answer") -> None:

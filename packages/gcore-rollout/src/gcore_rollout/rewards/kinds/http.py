@@ -152,6 +152,16 @@ class HTTPReward(JSONServer):
     Request: ``POST url``, JSON ``{"prompt": str, "completion": str, "row": {...}}``. Answer: status 200, JSON
     ``{"score": number}``, and optionally ``"parts": {name: number}`` and ``"feedback": str``. See `JSONServer` for
     retries; a `RewardRunner` around this does not retry again.
+
+    Example:
+        >>> def answer(message):  # what the server does with a request's JSON
+        ...     return {"score": float(message["completion"] == message["row"]["answer"])}
+        >>> class LocalReward(HTTPReward):  # in place of a server
+        ...     async def post(self, message, *, expected):
+        ...         return answer(message)
+        >>> reward = LocalReward("http://localhost:8000/score", timeout_s=10.0)
+        >>> asyncio.run(reward("1 + 1 =", "2", {"answer": "2"}))
+        Scored(score=1.0, parts={}, feedback='', answer=None)
     """
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:

@@ -61,7 +61,24 @@ Think about it briefly, then end with "Score: N", where N is a whole number from
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeModel:
-    """The language model that judges ask; a vision-language model for images."""
+    """The language model that judges ask; a vision-language model for images.
+
+    Example:
+        >>> import asyncio
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained("model")
+        >>> async def main():
+        ...     engine = HFEngine.from_pretrained("model")
+        ...     sampling = SamplingParams(max_tokens=4)
+        ...     judge = JudgeModel(
+        ...         engine=engine, encode=tokenizer.encode, decode=tokenizer.decode, sampling=sampling, n=2
+        ...     )
+        ...     verdicts = await judge.ask(["Is 4 even?", "Is 5 even?"])
+        ...     await engine.close()
+        ...     return verdicts
+        >>> [len(texts) for texts in asyncio.run(main())]
+        [2, 2]
+    """
 
     engine: Engine
     """The verdicts of concurrent calls run in it as one continuous batch; it may be shared."""
@@ -149,6 +166,15 @@ class ScorePattern:
     """Reads ``Score: 7``: the last match in an answer, scaled from [low, high] to [0, 1].
 
     A number outside of the range is no score.
+
+    Example:
+        >>> parse = ScorePattern()
+        >>> parse("Nearly right. Score: 7")
+        0.7
+        >>> parse("Score: 11") is None
+        True
+        >>> ScorePattern(pattern=r"(.) of 5", low=1, high=5)("4 of 5")
+        0.75
     """
 
     pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
@@ -258,6 +284,15 @@ class JudgeReward(_ScoreJudge):
     The template has ``{prompt}`` and ``{completion}``; empty: how good the answer is, from 0 to 10. Its feedback is the
     text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could be read, and
     ``spread``, the largest score less the smallest.
+
+    Example:
+        >>> import asyncio
+        >>> class Model:  # in place of a JudgeModel
+        ...     async def ask(self, questions, images=None):
+        ...         return [["Right. Score: 9", "Score: 7", "Hm."] for question in questions]
+        >>> judge = JudgeReward(model=Model(), template="Is {completion} right? It is {answer}. Say Score: 0 to 10.")
+        >>> asyncio.run(judge("2 + 2 =", "4", {"answer": "4"})).score
+        0.8
     """
 
     question: ClassVar = _QUESTION
@@ -311,6 +346,16 @@ class ImageJudgeReward(_ScoreJudge):
 
     `JudgeReward` for images: every image is a question of its own, and all images of a call are one batch. The template
     has ``{prompt}``; empty: how well the image shows the prompt, from 0 to 10. The model needs its `JudgeModel.vision`.
+
+    Example:
+        >>> import asyncio
+        >>> class Model:  # in place of a JudgeModel
+        ...     vision = "its image processor"
+        ...     async def ask(self, questions, images=None):
+        ...         return [[f"Score: {min(len(question), 9)}"] for question in questions]
+        >>> judge = ImageJudgeReward(model=Model(), template="{prompt}")
+        >>> asyncio.run(judge(np.zeros((2, 8, 8, 3), np.uint8), ["a fox", "a red fox"], [{}, {}]))
+        [0.5, 0.9]
     """
 
     question: ClassVar = _IMAGE_QUESTION
@@ -345,6 +390,13 @@ class WinnerPattern:
     """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter.
 
     A match whose first group is something else is no verdict.
+
+    Example:
+        >>> parse = WinnerPattern()
+        >>> parse("A is longer, but B is right. Winner: **b**")
+        'B'
+        >>> parse("Both are good.") is None
+        True
     """
 
     pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
@@ -368,6 +420,17 @@ class PairwiseJudge(Judge[Winner]):
 
     Parts: ``parsed``, the fraction of the completion's verdicts that could be read, and ``consistent``, the fraction of
     its opponents on whom both orders agree (absent if no two verdicts could be compared).
+
+    Example:
+        >>> import asyncio
+        >>> class Model:  # in place of a JudgeModel; the shorter answer wins
+        ...     async def ask(self, questions, images=None):
+        ...         pairs = [question.split("|") for question in questions]
+        ...         return [["Winner: A" if len(a) < len(b) else "Winner: B"] for a, b in pairs]
+        >>> judge = PairwiseJudge(model=Model(), template="{completion_a}|{completion_b}")
+        >>> scored = asyncio.run(judge("Say hello.", ["Hi", "Hello", "Good morning"], {}))
+        >>> [completion.score for completion in scored]
+        [1.0, 0.5, 0.0]
     """
 
     question: ClassVar = _PAIR_QUESTION

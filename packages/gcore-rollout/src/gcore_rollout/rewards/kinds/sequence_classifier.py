@@ -28,6 +28,18 @@ class SequenceClassifierReward:
     length, padded on the right, as many as fit in ``max_batch_tokens``. The forward runs in a thread. A decoder scores
     the last token of each sequence, whatever the folder's padding token is: transformers looks for the last token that
     is not padding, which is one before the end where the token that ends a response is also the padding.
+
+    Example:
+        >>> from transformers import AutoConfig
+        >>> config = AutoConfig.from_pretrained("model", num_labels=1)
+        >>> model = AutoModelForSequenceClassification.from_config(config)
+        >>> reward = SequenceClassifierReward(model, encode=lambda prompt, text: [ord(c) for c in prompt + text])
+        >>> async def main():
+        ...     scores = await asyncio.gather(*[reward("1 + 1 =", answer, {}) for answer in ("2", "3", "eleven")])
+        ...     reward.close()
+        ...     return len(scores)
+        >>> asyncio.run(main()), reward.num_batches
+        (3, 1)
     """
 
     model: Any

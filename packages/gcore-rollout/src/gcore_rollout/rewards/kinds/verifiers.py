@@ -44,6 +44,14 @@ class ReasoningGymReward:
     whole completion. An answer that the verifier cannot read is wrong. Some verifiers compute what an answer says,
     which may take for ever: see `build_task_reward`. With ``names_task`` the score is also the part of the task's name,
     as of the tasks in a ``composite``.
+
+    Example:
+        >>> entry = import_reasoning_gym().create_dataset("chain_sum", size=1, seed=0)[0]
+        >>> reward = ReasoningGymReward(answer_after="Answer:")
+        >>> reward(entry["question"], f"Let me see. Answer: {entry['answer']}", {"entry": entry}).score
+        1.0
+        >>> reward(entry["question"], "Answer: none", {"entry": entry}).score
+        0.0
     """
 
     def __init__(self, *, answer_after: str = "", names_task: bool = False) -> None:
@@ -98,6 +106,13 @@ class MathVerifyReward:
     """1 if math-verify finds the completion's answer equal to the one in the row's column ``answer_key``, else 0.
 
     Some texts, such as a tower of powers, keep it busy for ever: `ProcessReward` limits its time and memory.
+
+    Example:
+        >>> reward = MathVerifyReward()
+        >>> reward("", "So x is $1/2$", {"answer": "0.5"})
+        Scored(score=1.0, parts={}, feedback='', answer='1/2')
+        >>> reward("", "So x is $2$", {"answer": "0.5"}).score
+        0.0
     """
 
     def __init__(self, *, answer_key: str = "answer") -> None:
@@ -156,6 +171,17 @@ class CodeReward:
 
     Parts: ``passed``, the fraction of tests that passed (of the tests run, where the first failure ends it),
     ``has_code`` and ``timed_out``.
+
+    Example:
+        >>> reward = CodeReward(Sandbox(isolation="limits"), partial=True)
+        >>> completion = '''Here it is:
+        ... ```python
+        ... def double(x):
+        ...     return 2 * x
+        ... ```'''
+        >>> row = {"tests": ["assert double(2) == 4", "assert double('a') == 'b'"]}
+        >>> asyncio.run(reward("Write double(x).", completion, row))
+        Scored(score=0.5, parts={'passed': 0.5, 'has_code': 1.0, 'timed_out': 0.0}, feedback='', answer=None)
     """
 
     sandbox: "Sandbox"
