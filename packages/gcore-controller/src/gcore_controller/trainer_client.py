@@ -45,6 +45,20 @@ class DeviceTurns:
         sleep_models: puts these ranks to sleep; they are awake at first. Idempotent, as ``wake_models`` is.
         wake_models: wakes these ranks.
         current: the first turn; None: it is not known who is asleep, and the first call finds out.
+
+    Example:
+        >>> class Sleeper:
+        ...     async def abort(self): ...
+        ...     async def sleep(self, *, keep_weights=True):
+        ...         print("engine sleeps")
+        ...     async def wake(self, *, weights=True, cache=True):
+        ...         print("engine wakes")
+        >>> async def swap(): ...
+        >>> turns = DeviceTurns(Sleeper(), sleep_models=swap, wake_models=swap, devices=DeviceTimers())
+        >>> asyncio.run(turns.take("sampling"))
+        engine wakes
+        >>> asyncio.run(turns.take("training"))
+        engine sleeps
     """
 
     def __init__(
@@ -113,7 +127,15 @@ class DeviceTurns:
 
 @dataclass(frozen=True, kw_only=True)
 class Lending:
-    """The loan of the devices of training ranks to engines while the policy samples."""
+    """The loan of the devices of training ranks to engines while the policy samples.
+
+    Example:
+        >>> def is_worth_it(*, generation_s: float, generated: int, swap_s: float) -> bool:
+        ...     return generation_s > 10 * swap_s
+        >>> lending = Lending(num_engines=4, choose=is_worth_it)
+        >>> lending.choose(generation_s=60.0, generated=8192, swap_s=2.0)
+        True
+    """
 
     num_engines: int
     """Engines on the devices of all ranks."""
@@ -133,6 +155,21 @@ class TrainerClient(ABC, Generic[BatchT]):
         devices: record when the ranks work that this controller calls.
         turns: those of ranks and engines on devices that they share; None: they have devices of their own.
         lending: the loan of the ranks' devices, if that is what turns are for; None: turns are taken in each step.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Worker:
+        ...     def train_step(self, role, micro_batches):
+        ...         return {"micro_batches": len(micro_batches)}
+        >>> async def program(ctx: Context) -> None:
+        ...     learner: TrainerClient = ctx.roles.learner
+        ...     print(ctx.rank, await learner.train_step("actor", [["a sample"]]))
+        >>> shared = share_trainer(InProcessTrainerGroup(Worker()), program, roles=SimpleNamespace)
+        >>> roles = SimpleNamespace(devices=DeviceTimers())
+        >>> run_simulated(shared, roles=roles, world_size=2)
+        0 {'micro_batches': 2}
+        1 {'micro_batches': 2}
+        [None, None]
     """
 
     def __init__(

@@ -209,7 +209,21 @@ def _reason_of(error: RayActorError) -> str:
 
 @dataclass(eq=False)
 class RoleActors(Generic[ConfigT]):
-    """Actors with engines of the policy and of the judges that the run has."""
+    """Actors with engines of the policy and of the judges that the run has.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> handle = SimpleNamespace(lendable=lambda role, others: f"handle of an {role}")
+        >>> async def end(handle) -> None: ...
+        >>> hooks = {"start": lambda factory, **options: handle, "end": end, "put_to_sleep": end, "connect": end}
+        >>> actors = RoleActors(["engine"], lambda role, config, process: process, **hooks)
+        >>> sizes = Sizes(controllers=1, engines=2, ranks=1)
+        >>> resources = SimpleNamespace(cpus_per_process=1.0, gpus_per_engine=0.0)
+        >>> config = SimpleNamespace(ray=resources, sizes=sizes, threads=4, device="cpu")
+        >>> asyncio.run(actors.resize(sizes, config))
+        >>> actors.handles
+        {'engine': ['handle of an engine', 'handle of an engine']}
+    """
 
     roles: InitVar[Sequence[ActorRole]]
     """Roles that the run has."""
