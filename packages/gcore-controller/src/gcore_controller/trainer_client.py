@@ -47,18 +47,15 @@ class DeviceTurns:
         current: the first turn; None: it is not known who is asleep, and the first call finds out.
 
     Example:
-        >>> class Sleeper:
-        ...     async def abort(self): ...
-        ...     async def sleep(self, *, keep_weights=True):
-        ...         print("engine sleeps")
-        ...     async def wake(self, *, weights=True, cache=True):
-        ...         print("engine wakes")
-        >>> async def swap(): ...
-        >>> turns = DeviceTurns(Sleeper(), sleep_models=swap, wake_models=swap, devices=DeviceTimers())
+        >>> from unittest.mock import AsyncMock
+        >>> async def sleep() -> None:
+        ...     print("the models sleep")
+        >>> engine = AsyncMock()
+        >>> turns = DeviceTurns(engine, sleep_models=sleep, wake_models=AsyncMock(), devices=DeviceTimers())
         >>> asyncio.run(turns.take("sampling"))
-        engine wakes
-        >>> asyncio.run(turns.take("training"))
-        engine sleeps
+        the models sleep
+        >>> engine.wake.await_count, turns.current
+        (1, 'sampling')
     """
 
     def __init__(
@@ -158,18 +155,14 @@ class TrainerClient(ABC, Generic[BatchT]):
 
     Example:
         >>> from types import SimpleNamespace
-        >>> class Worker:
-        ...     def train_step(self, role, micro_batches):
-        ...         return {"micro_batches": len(micro_batches)}
         >>> async def program(ctx: Context) -> None:
         ...     learner: TrainerClient = ctx.roles.learner
         ...     print(ctx.rank, await learner.train_step("actor", [["a sample"]]))
-        >>> shared = share_trainer(InProcessTrainerGroup(Worker()), program, roles=SimpleNamespace)
-        >>> roles = SimpleNamespace(devices=DeviceTimers())
-        >>> run_simulated(shared, roles=roles, world_size=2)
+        >>> worker = SimpleNamespace(train_step=lambda role, micro_batches: {"micro_batches": len(micro_batches)})
+        >>> shared = share_trainer(InProcessTrainerGroup(worker), program, roles=SimpleNamespace)
+        >>> results = run_simulated(shared, roles=SimpleNamespace(devices=DeviceTimers()), world_size=2)
         0 {'micro_batches': 2}
         1 {'micro_batches': 2}
-        [None, None]
     """
 
     def __init__(

@@ -401,16 +401,14 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT]):
     """A `Backend` whose controllers, and what they share, belong to this process.
 
     Example:
+        >>> from unittest.mock import AsyncMock
         >>> def make_program(job: str, recorder: Recorder) -> Program:
         ...     async def program(ctx: Context) -> None:
-        ...         await recorder(f"controller {ctx.rank} does {job} with the {ctx.roles}")
+        ...         print(f"controller {ctx.rank} does {job} with the {ctx.roles}")
         ...     return program
-        >>> async def close() -> None: ...
-        >>> parts = {"roles": "engine", "learner": InProcessTrainerGroup(None), "close_services": close}
-        >>> backend = InlineBackend(None, world_size=2, program=make_program, **parts)
-        >>> async def record(event: Event) -> None:
-        ...     print(event)
-        >>> asyncio.run(backend.run("GRPO", record))
+        >>> parts = {"learner": InProcessTrainerGroup(None), "close_services": AsyncMock()}
+        >>> backend = InlineBackend(None, roles="engine", world_size=2, program=make_program, **parts)
+        >>> asyncio.run(backend.run("GRPO", AsyncMock()))
         controller 0 does GRPO with the engine
         controller 1 does GRPO with the engine
     """

@@ -212,17 +212,14 @@ class RoleActors(Generic[ConfigT]):
     """Actors with engines of the policy and of the judges that the run has.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> handle = SimpleNamespace(lendable=lambda role, others: f"handle of an {role}")
-        >>> async def end(handle) -> None: ...
-        >>> hooks = {"start": lambda factory, **options: handle, "end": end, "put_to_sleep": end, "connect": end}
-        >>> actors = RoleActors(["engine"], lambda role, config, process: process, **hooks)
-        >>> sizes = Sizes(controllers=1, engines=2, ranks=1)
-        >>> resources = SimpleNamespace(cpus_per_process=1.0, gpus_per_engine=0.0)
-        >>> config = SimpleNamespace(ray=resources, sizes=sizes, threads=4, device="cpu")
-        >>> asyncio.run(actors.resize(sizes, config))
-        >>> actors.handles
-        {'engine': ['handle of an engine', 'handle of an engine']}
+        >>> from unittest.mock import AsyncMock, Mock
+        >>> hooks = {"start": Mock(), "end": AsyncMock(), "put_to_sleep": AsyncMock(), "connect": AsyncMock()}
+        >>> actors = RoleActors(["engine", "judge"], Mock(), **hooks)
+        >>> sizes = Sizes(controllers=1, engines=4, judges={"judge": 2}, ranks=1)
+        >>> resources = Mock(cpus_per_process=1.0, gpus_per_engine=0.0)
+        >>> asyncio.run(actors.resize(sizes, Mock(ray=resources, sizes=sizes, threads=8, device="cpu")))
+        >>> {role: len(handles) for role, handles in actors.handles.items()}
+        {'engine': 4, 'judge': 2}
     """
 
     roles: InitVar[Sequence[ActorRole]]
