@@ -70,6 +70,18 @@ class Checkpointer:
 
     Raises:
         ValueError: An argument is out of its range.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with Checkpointer("checkpoints", keep=2) as checkpointer:
+        ...     for step in (10, 20, 30):
+        ...         handle = checkpointer.save(step, {"model": model, "step": step})
+        ...     checkpointer.wait()
+        ...     checkpointer.steps()
+        [20, 30]
+        >>> state = Checkpointer("checkpoints").load({"model": model, "step": 0})
+        >>> state["step"]
+        30
     """
 
     def __init__(

@@ -20,7 +20,17 @@ _MAX_FAILURES = 2
 
 @dataclass(kw_only=True)
 class SaveReport:
-    """The work of a save on this rank. Times are 0 until they are known."""
+    """The work of a save on this rank. Times are 0 until they are known.
+
+    Example:
+        >>> with Checkpointer("reported") as checkpointer:
+        ...     handle = checkpointer.save(1, {"weight": torch.zeros(1000)})
+        ...     handle.wait()
+        >>> handle.report.written_bytes == handle.report.size_bytes
+        True
+        >>> handle.report.stall_s > 0
+        True
+    """
 
     size_bytes: int = 0
     """Bytes of the data files that this rank writes; an incremental save may write fewer."""
@@ -43,7 +53,17 @@ class SaveReport:
 
 @dataclass(kw_only=True)
 class LoadReport:
-    """The work of a load on this rank. It is empty until the load has ended."""
+    """The work of a load on this rank. It is empty until the load has ended.
+
+    Example:
+        >>> with Checkpointer("partial") as checkpointer:
+        ...     checkpointer.save(1, {"weight": torch.ones(2), "old": 7}).wait()
+        >>> template = {"weight": torch.zeros(2), "bias": torch.zeros(2)}
+        >>> handle = Checkpointer("partial").load_async(template, strict=False)
+        >>> state = handle.wait()
+        >>> handle.report.missing, handle.report.unused
+        (['bias'], ['old'])
+    """
 
     step: int | None = None
     """The step that was loaded; None for a Hugging Face folder."""
@@ -62,7 +82,18 @@ class LoadReport:
 
 
 class LoadHandle(Generic[StateT]):
-    """A load in the background."""
+    """A load in the background.
+
+    Example:
+        >>> with Checkpointer("pretrained") as checkpointer:
+        ...     checkpointer.save(5, {"weight": torch.ones(3)}).wait()
+        >>> handle = Checkpointer("pretrained").load_async()
+        >>> model = torch.nn.Linear(3, 1)  # while it is read
+        >>> handle.wait()["weight"]
+        tensor([1., 1., 1.])
+        >>> handle.report.step
+        5
+    """
 
     def __init__(
         self, outcome: Outcome[StateT], report: LoadReport, finish: Callable[[StateT], StateT]
@@ -91,7 +122,19 @@ class LoadHandle(Generic[StateT]):
 
 
 class SaveHandle:
-    """A save, of `step`, that is being written in the background."""
+    """A save, of `step`, that is being written in the background.
+
+    Example:
+        >>> weight = torch.ones(3)
+        >>> with Checkpointer("background") as checkpointer:
+        ...     handle = checkpointer.save(1, {"weight": weight})
+        ...     weight += 1  # already copied
+        ...     handle.wait()
+        >>> handle.is_committed()
+        True
+        >>> Checkpointer("background").load()["weight"]
+        tensor([1., 1., 1.])
+    """
 
     def __init__(self, step: int, outcome: Outcome[None], report: SaveReport) -> None:
         self.step = step

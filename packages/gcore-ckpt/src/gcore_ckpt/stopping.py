@@ -20,6 +20,18 @@ class StopSignals:
     loop asks at the end of a step. The first signal of a kind is noted; another one acts as before. In a group all
     ranks ask together, and `stop()` passes a message to the root and back. `Checkpointer.close` lets the signals act as
     before. Only the main thread can make it, as `signal.signal` says.
+
+    Example:
+        >>> checkpointer = Checkpointer("stopped")
+        >>> stop = checkpointer.stop_on(signal.SIGTERM)
+        >>> stop()
+        False
+        >>> signal.raise_signal(signal.SIGTERM)  # as a scheduler does
+        >>> if stop():
+        ...     checkpointer.save(7, {"step": 7}).wait()
+        >>> checkpointer.close()
+        >>> stop.received.name
+        'SIGTERM'
     """
 
     def __init__(self, signals: tuple[int, ...], agree: Callable[[bool], bool]) -> None:

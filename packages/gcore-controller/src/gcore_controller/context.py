@@ -26,7 +26,13 @@ Reported = Callable[[int, Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A period of one stage, in seconds of the timer's clock."""
+    """A period of one stage, in seconds of the timer's clock.
+
+    Example:
+        >>> spans = [Span(stage="gen", start_s=0.0, end_s=2.5), Span(stage="train", start_s=2.5, end_s=4.0)]
+        >>> seconds_by_stage(spans)
+        {'gen': 2.5, 'train': 1.5}
+    """
 
     stage: str
     start_s: float
@@ -35,7 +41,15 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
-    """The work of devices in a period."""
+    """The work of devices in a period.
+
+    Example:
+        >>> generation = DeviceWork(spans={"engine 0": [Span(stage="gen", start_s=0.0, end_s=2.0)]}, num_lent=1)
+        >>> training = DeviceWork(spans={"engine 0": [Span(stage="gen", start_s=5.0, end_s=8.0)]})
+        >>> work = DeviceWork.merge([generation, training])
+        >>> seconds_by_stage(work.spans["engine 0"]), work.num_lent
+        ({'gen': 5.0}, 1)
+    """
 
     spans: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
     """Where the time of each device went, by name."""
@@ -59,7 +73,17 @@ class DeviceWork:
 
 
 class StageTimer:
-    """Record the periods of stages; of several that run, the latest counts, so that no second counts twice."""
+    """Record the periods of stages; of several that run, the latest counts, so that no second counts twice.
+
+    Example:
+        >>> clock = iter([0.0, 1.0, 4.0, 6.0, 6.0]).__next__  # instead of the time
+        >>> timer = StageTimer(clock)
+        >>> with timer.stage("train"):
+        ...     with timer.stage("data"):
+        ...         pass
+        >>> seconds_by_stage(timer.drain())
+        {'train': 3.0, 'data': 3.0}
+    """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
@@ -114,6 +138,15 @@ class DeviceTimers:
     Args:
         shared: the device of each engine and rank that shares one, by name. The others have devices of their own, and
             of their names.
+
+    Example:
+        >>> async def program(ctx: Context) -> list[Span]:
+        ...     timers = DeviceTimers(ctx.clock, wall_clock=ctx.clock)
+        ...     with timers.stage("gen", "engine 0", "engine 1"):
+        ...         await asyncio.sleep(3.0)
+        ...     return timers.drain().spans["engine 1"]
+        >>> run_simulated(program, roles=None)
+        [[Span(stage='gen', start_s=0.0, end_s=3.0)]]
     """
 
     def __init__(
@@ -182,6 +215,14 @@ class Reference(Generic[T]):
     """A handle of a read-only value; where controllers and services share a process, it holds the value itself.
 
     On Ray it is small and can be pickled: the value is in an object store.
+
+    Example:
+        >>> async def program(ctx: Context) -> int:
+        ...     images = ctx.put(np.zeros((4, 8, 8), np.float32))
+        ...     received = await ctx.group.all_gather(images)  # small, also where images are not
+        ...     return (await received[0].get()).nbytes
+        >>> asyncio.run(run_inline(program, roles=None, world_size=2))
+        [1024, 1024]
     """
 
     value: Any
@@ -222,7 +263,16 @@ async def refuse_report(rank: int, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Context(Generic[RolesT]):
-    """One controller's place in the run: its rank, its collectives with the others, and its role services."""
+    """One controller's place in the run: its rank, its collectives with the others, and its role services.
+
+    Example:
+        >>> async def program(ctx: Context[str]) -> str:
+        ...     with ctx.timer.stage("gen"):
+        ...         await ctx.group.barrier()
+        ...     return f"controller {ctx.rank} of {ctx.world_size} uses the {ctx.roles}"
+        >>> asyncio.run(run_inline(program, roles="engine", world_size=2))
+        ['controller 0 of 2 uses the engine', 'controller 1 of 2 uses the engine']
+    """
 
     group: Collectives
     roles: RolesT

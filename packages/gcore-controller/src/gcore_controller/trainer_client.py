@@ -45,6 +45,17 @@ class DeviceTurns:
         sleep_models: puts these ranks to sleep; they are awake at first. Idempotent, as ``wake_models`` is.
         wake_models: wakes these ranks.
         current: the first turn; None: it is not known who is asleep, and the first call finds out.
+
+    Example:
+        >>> from unittest.mock import AsyncMock
+        >>> async def sleep() -> None:
+        ...     print("the models sleep")
+        >>> engine = AsyncMock()
+        >>> turns = DeviceTurns(engine, sleep_models=sleep, wake_models=AsyncMock(), devices=DeviceTimers())
+        >>> asyncio.run(turns.take("sampling"))
+        the models sleep
+        >>> engine.wake.await_count, turns.current
+        (1, 'sampling')
     """
 
     def __init__(
@@ -113,7 +124,15 @@ class DeviceTurns:
 
 @dataclass(frozen=True, kw_only=True)
 class Lending:
-    """The loan of the devices of training ranks to engines while the policy samples."""
+    """The loan of the devices of training ranks to engines while the policy samples.
+
+    Example:
+        >>> def is_worth_it(*, generation_s: float, generated: int, swap_s: float) -> bool:
+        ...     return generation_s > 10 * swap_s
+        >>> lending = Lending(num_engines=4, choose=is_worth_it)
+        >>> lending.choose(generation_s=60.0, generated=8192, swap_s=2.0)
+        True
+    """
 
     num_engines: int
     """Engines on the devices of all ranks."""
@@ -133,6 +152,17 @@ class TrainerClient(ABC, Generic[BatchT]):
         devices: record when the ranks work that this controller calls.
         turns: those of ranks and engines on devices that they share; None: they have devices of their own.
         lending: the loan of the ranks' devices, if that is what turns are for; None: turns are taken in each step.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> async def program(ctx: Context) -> None:
+        ...     learner: TrainerClient = ctx.roles.learner
+        ...     print(ctx.rank, await learner.train_step("actor", [["a sample"]]))
+        >>> worker = SimpleNamespace(train_step=lambda role, micro_batches: {"micro_batches": len(micro_batches)})
+        >>> shared = share_trainer(InProcessTrainerGroup(worker), program, roles=SimpleNamespace)
+        >>> results = run_simulated(shared, roles=SimpleNamespace(devices=DeviceTimers()), world_size=2)
+        0 {'micro_batches': 2}
+        1 {'micro_batches': 2}
     """
 
     def __init__(

@@ -118,7 +118,18 @@ class Computation:
 
 
 class TrainerGroup(ABC):
-    """All ranks of the models in training, as the process of the run sees them between two steps."""
+    """All ranks of the models in training, as the process of the run sees them between two steps.
+
+    Example:
+        >>> from unittest.mock import Mock
+        >>> def checkpoint(group: TrainerGroup, step: int, controllers: list[State]) -> None:
+        ...     group.save(step, {"controllers": controllers})
+        ...     group.save_pretrained(Path(f"step {step}"))
+        >>> worker = Mock()
+        >>> checkpoint(InProcessTrainerGroup(worker), 10, [{}])
+        >>> worker.save.call_args.args
+        (10, {'controllers': [{}]})
+    """
 
     @property
     def num_updates(self) -> int:
@@ -155,7 +166,18 @@ class TrainerGroup(ABC):
 
 
 class SharedTrainerGroup(TrainerGroup, Generic[BatchT]):
-    """A trainer group that the controllers of this process share; several calls may be in flight at once."""
+    """A trainer group that the controllers of this process share; several calls may be in flight at once.
+
+    Example:
+        >>> import asyncio
+        >>> async def train(group: SharedTrainerGroup, samples: list[float]) -> dict[str, float]:
+        ...     return await group.train_step("actor", [[sample] for sample in samples])
+        >>> class Worker:
+        ...     def train_step(self, role, micro_batches):
+        ...         return {"micro_batches": float(len(micro_batches))}
+        >>> asyncio.run(train(InProcessTrainerGroup(Worker()), [0.1, 0.2]))
+        {'micro_batches': 2.0}
+    """
 
     @property
     @abstractmethod
@@ -179,7 +201,15 @@ class SharedTrainerGroup(TrainerGroup, Generic[BatchT]):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec:
-    """The ranks of a trainer group. The callables are pickled and sent to the processes of the ranks."""
+    """The ranks of a trainer group. The callables are pickled and sent to the processes of the ranks.
+
+    Example:
+        >>> def make_worker(device: str):
+        ...     return torch.nn.Linear(4, 2).to(device)  # in a run, a TrainerWorker
+        >>> spec = TrainerSpec(make_worker=make_worker, num_ranks=2, device="cpu", num_threads=1, enter_process=print)
+        >>> spec.make_worker(spec.device).weight.device.type
+        'cpu'
+    """
 
     make_worker: Callable[[str], TrainerWorker[Any]]
     """Build the models of a rank on a device; called in its process, after torch.distributed was initialised."""

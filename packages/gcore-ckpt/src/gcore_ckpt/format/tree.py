@@ -70,6 +70,15 @@ class PerRank:
 
     It is loaded by as many ranks as saved it, each of which gets its own value; by other numbers of ranks where the
     template says what a rank gets then.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(1)
+        >>> with Checkpointer("random") as checkpointer:
+        ...     checkpointer.save(1, {"rng": PerRank(generator.get_state())}).wait()
+        >>> template = {"rng": PerRank(None, otherwise="first")}  # also for another number of ranks
+        >>> state = Checkpointer("random").load(template)
+        >>> torch.equal(state["rng"], generator.get_state())
+        True
     """
 
     value: State

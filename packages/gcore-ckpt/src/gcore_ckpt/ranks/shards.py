@@ -46,6 +46,16 @@ class Shard:
         offset: First index of the box in each dimension; its extents are those of `tensor`.
         tensor: The data of the box.
         name: Name of the global tensor, the same in all processes. None: its path in the state.
+
+    Example:
+        >>> rows = torch.arange(8.0)
+        >>> first = Shard(global_shape=(8,), offset=(0,), tensor=rows[:6])
+        >>> last = Shard(global_shape=(8,), offset=(6,), tensor=rows[6:])
+        >>> with Checkpointer("rows") as checkpointer:  # of one rank; two ranks would save one of them each
+        ...     checkpointer.save(1, {"rows": Shards([first, last])}).wait()
+        >>> template = {"rows": Shard(global_shape=(8,), offset=(5,), tensor=torch.zeros(2))}
+        >>> Checkpointer("rows").load(template)["rows"].tensor
+        tensor([5., 6.])
     """
 
     global_shape: tuple[int, ...]
@@ -64,6 +74,14 @@ class Shards:
 
     Attributes:
         parts: The boxes, without names of their own: the tensor's name is its path in the state.
+
+    Example:
+        >>> rows = torch.arange(4.0)
+        >>> parts = [Shard(global_shape=(4,), offset=(i,), tensor=rows[i : i + 2]) for i in (0, 2)]
+        >>> with Checkpointer("sharded") as checkpointer:
+        ...     checkpointer.save(1, {"rows": Shards(parts)}).wait()
+        >>> Checkpointer("sharded").load()["rows"]
+        tensor([0., 1., 2., 3.])
     """
 
     parts: Sequence[Shard]

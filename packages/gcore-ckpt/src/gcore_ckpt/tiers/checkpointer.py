@@ -63,6 +63,17 @@ class TieredCheckpointer(Checkpointer):
 
     Raises:
         ValueError: An argument is out of its range.
+
+    Example:
+        >>> tiers = [Tier("fast", every=1, keep=1), Tier("shared", every=10)]
+        >>> with TieredCheckpointer(tiers) as checkpointer:
+        ...     for step in (10, 11):
+        ...         handle = checkpointer.save(step, {"weight": torch.full((2,), step)})
+        ...     checkpointer.wait()
+        ...     checkpointer.steps()
+        [10, 11]
+        >>> Checkpointer("shared").steps()
+        [10]
     """
 
     def __init__(

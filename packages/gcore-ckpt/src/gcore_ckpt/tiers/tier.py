@@ -23,6 +23,16 @@ class Tier(Retention):
 
     Raises:
         ValueError: An argument is out of its range.
+
+    Example:
+        >>> disk = Tier("/local/checkpoints", every=5, keep=2, replicas=1)
+        >>> remote = Tier("s3://bucket/run", every=50, keep=3, keep_best=1)
+        >>> def due(step: int) -> list[str]:
+        ...     return [tier.path for tier in (disk, remote) if step % tier.every == 0]
+        >>> due(55)
+        ['/local/checkpoints']
+        >>> due(100)
+        ['/local/checkpoints', 's3://bucket/run']
     """
 
     path: str | os.PathLike[str]

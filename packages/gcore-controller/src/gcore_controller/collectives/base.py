@@ -234,6 +234,13 @@ class Collectives(ABC):
     reference, on Ray they are copied. Do not modify a value after it was sent or received.
 
     This class makes all checks; subclasses exchange the values. All channels of a rank share its log.
+
+    Example:
+        >>> async def program(ctx: Context) -> float:
+        ...     loads = await ctx.group.all_gather(10 * ctx.rank)
+        ...     return await ctx.group.all_reduce(max(loads) - loads[ctx.rank])
+        >>> asyncio.run(run_inline(program, roles=None, world_size=3))
+        [30.0, 30.0, 30.0]
     """
 
     def __init__(self, rank: int, world_size: int, log: CallLog) -> None:

@@ -44,6 +44,18 @@ class DynamicSampler(Generic[IndexedT]):
     The groups of a step are those of the lowest prompt indices, so which are chosen depends neither on the number of
     controllers nor on their speed. Groups beyond the quota are the ``surplus``: they are used first in the next step.
     A caller that trains only on samples of the present weights must remove them.
+
+    Example:
+        >>> import asyncio
+        >>> from types import SimpleNamespace
+        >>> indices = iter(range(100))
+        >>> async def sample_wave(count):
+        ...     groups = [SimpleNamespace(prompt_index=next(indices)) for _ in range(count)]
+        ...     return [group for group in groups if group.prompt_index % 3]  # those with a signal
+        >>> sampler = DynamicSampler(group=InlineCollectives(), max_waves=5)
+        >>> batch = asyncio.run(sampler.collect(4, sample_wave))
+        >>> [group.prompt_index for group in batch.groups], batch.num_waves, batch.num_sampled
+        ([1, 2, 4, 5], 2, 7)
     """
 
     group: Collectives

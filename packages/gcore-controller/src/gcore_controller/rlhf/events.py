@@ -14,7 +14,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The policy was evaluated on held-out prompts after ``step``."""
+    """The policy was evaluated on held-out prompts after ``step``.
+
+    Example:
+        >>> async def record(event: Event) -> None:
+        ...     match event:
+        ...         case Evaluated():
+        ...             print(f"step {event.step}: {event.evaluation['accuracy']:.0%}")
+        >>> asyncio.run(record(Evaluated(step=20, evaluation={"accuracy": 0.5})))
+        step 20: 50%
+    """
 
     step: int
     evaluation: Any
@@ -24,7 +33,17 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Updating:
-    """The models are between two steps from here to `Reached`."""
+    """The models are between two steps from here to `Reached`.
+
+    Example:
+        >>> between_steps = False
+        >>> async def record(event: Event) -> None:
+        ...     global between_steps  # then the models must not be saved
+        ...     between_steps = isinstance(event, Updating)
+        >>> asyncio.run(record(Updating()))
+        >>> between_steps
+        True
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +51,13 @@ class Round:
     """A wave of sampling, or what is left of a step after the waves that were reported.
 
     As an event it is a wave, and the next one of its step starts once it is received; see `RLHFConfig.reports_waves`.
+
+    Example:
+        >>> spans = {"engine 0": [Span(stage="gen", start_s=0.0, end_s=4.0)]}
+        >>> wave = Round(number=1, num_prompts=8, work=DeviceWork(spans=spans))
+        >>> busy_s = seconds_by_stage(wave.work.spans["engine 0"])["gen"]
+        >>> wave.num_prompts / busy_s  # prompts per second of the engine
+        2.0
     """
 
     number: int
@@ -43,7 +69,17 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """A step was made."""
+    """A step was made.
+
+    Example:
+        >>> async def record(event: Event) -> None:
+        ...     if isinstance(event, Stepped):
+        ...         print(event.step, event.metrics["reward/mean"], seconds_by_stage(event.spans[0]))
+        >>> last = Round(number=1, num_prompts=8)
+        >>> spans = [[Span(stage="train", start_s=1.0, end_s=3.0)]]
+        >>> asyncio.run(record(Stepped(step=3, metrics={"reward/mean": 0.25}, spans=spans, devices={}, last=last)))
+        3 0.25 {'train': 2.0}
+    """
 
     step: int
     metrics: dict[str, float]
@@ -61,7 +97,18 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """All controllers are at the end of ``step``, with these states: a checkpoint can be taken."""
+    """All controllers are at the end of ``step``, with these states: a checkpoint can be taken.
+
+    Example:
+        >>> saved = []
+        >>> async def record(event: Event) -> None:
+        ...     if isinstance(event, Reached) and (event.step % 10 == 0 or event.is_last):
+        ...         saved.append(event.step)  # with event.controllers
+        >>> for step in range(1, 13):
+        ...     asyncio.run(record(Reached(step=step, controllers=[{}], is_last=step == 12)))
+        >>> saved
+        [10, 12]
+    """
 
     step: int
     controllers: list[State]

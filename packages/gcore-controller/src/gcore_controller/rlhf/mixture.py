@@ -17,7 +17,15 @@ _CYCLE = 1000
 
 
 class Joined(Sequence[RowT]):
-    """Several data sets, one after the other; rows are read when they are indexed."""
+    """Several data sets, one after the other; rows are read when they are indexed.
+
+    Example:
+        >>> rows = Joined([["a", "b"], ["c", "d", "e"]])
+        >>> len(rows), rows[3], rows[1:3]
+        (5, 'd', ['b', 'c'])
+        >>> rows.first_row(1)
+        2
+    """
 
     def __init__(self, parts: Sequence[Sequence[RowT]]) -> None:
         self.parts = tuple(parts)
@@ -53,6 +61,12 @@ class Mixture(Joined[RowT]):
 
     Raises:
         ValueError: the weights are not one positive number for each part, or one is below a thousandth of their sum.
+
+    Example:
+        >>> mixture = Mixture([["a", "b"], ["c", "d", "e"]], weights=[3, 1])
+        >>> drawn = [mixture[mixture.locate(index, 0)] for index in range(1000)]
+        >>> sum(row in "ab" for row in drawn), sum(row in "cde" for row in drawn)
+        (750, 250)
     """
 
     def __init__(self, parts: Sequence[Sequence[RowT]], weights: Sequence[float]) -> None:

@@ -18,7 +18,15 @@ RewardCalls = tuple[int, list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RLHFConfig:
-    """Settings of the loop that do not depend on what is trained."""
+    """Settings of the loop that do not depend on what is trained.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> config = RLHFConfig(total_steps=100, train_batch_size=32, test_freq=10)
+        >>> overlapped = replace(config, schedule="async", max_staleness=2, filter_groups=True)
+        >>> config.schedule, overlapped.schedule, overlapped.train_batch_size
+        ('sync', 'async', 32)
+    """
 
     total_steps: int
     train_batch_size: int
@@ -54,7 +62,14 @@ class RLHFConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """The point that a run starts or resumes from."""
+    """The point that a run starts or resumes from.
+
+    Example:
+        >>> reached = [{"sampler": {"acceptance": 0.5, "surplus": []}}]  # from the checkpoint of step 40
+        >>> start = RunStart(first_step=40, is_evaluated=True, controllers=reached, is_policy_behind=True)
+        >>> list(range(start.first_step + 1, 44))
+        [41, 42, 43]
+    """
 
     first_step: int = 0
     """Steps completed before."""
@@ -118,7 +133,18 @@ EvaluationT = TypeVar("EvaluationT")
 
 @dataclass(frozen=True, kw_only=True)
 class Wave(Generic[PromptT]):
-    """One controller's prompts of one wave of sampling."""
+    """One controller's prompts of one wave of sampling.
+
+    Example:
+        >>> import asyncio
+        >>> async def next_prompts(wave: Wave[str], count: int) -> list[tuple[int, str]]:
+        ...     if wave.take is None:
+        ...         return list(wave.prompts)
+        ...     return list(await wave.take(count))
+        >>> wave = Wave(step=1, prompts=[(0, "1 + 1 ="), (1, "2 + 3 =")])
+        >>> asyncio.run(next_prompts(wave, 4))
+        [(0, '1 + 1 ='), (1, '2 + 3 =')]
+    """
 
     step: int
     """The training step that the batch is sampled for."""
@@ -137,7 +163,18 @@ class Wave(Generic[PromptT]):
 
 @dataclass(frozen=True, kw_only=True)
 class Generated(Generic[GroupT]):
-    """The result of a wave; prompts in no list were dropped, because a reward gave no score."""
+    """The result of a wave; prompts in no list were dropped, because a reward gave no score.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> def split(groups: list, num_samples: int) -> Generated:
+        ...     done = [group for group in groups if len(group.scores) == num_samples]
+        ...     return Generated(groups=done, unfinished=[group for group in groups if group not in done])
+        >>> groups = [SimpleNamespace(prompt_index=0, scores=[1, 0]), SimpleNamespace(prompt_index=1, scores=[1])]
+        >>> wave = split(groups, num_samples=2)
+        >>> len(wave.groups), wave.unfinished[0].prompt_index
+        (1, 1)
+    """
 
     groups: list[GroupT]
     unfinished: Sequence[GroupT] = ()
@@ -163,7 +200,17 @@ class SampledBatch(Generic[IndexedT]):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch(Generic[GroupT]):
-    """The groups that one step trains on."""
+    """The groups that one step trains on.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> groups = [SimpleNamespace(prompt_index=i, scores=[0.0, 1.0]) for i in (2, 5)]
+        >>> batch = TrainingBatch(groups=groups, num_groups=4, metrics={}, state={}, rounds=[])
+        >>> [np.std(group.scores).item() for group in batch.groups]
+        [0.5, 0.5]
+        >>> len(batch.groups) / batch.num_groups  # this controller's share
+        0.5
+    """
 
     groups: list[GroupT]
     """This controller's share of the groups, by prompt index."""
@@ -182,7 +229,17 @@ class TrainingBatch(Generic[GroupT]):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Generic[UpdateT]):
-    """This controller's part of all optimizer updates of a step, in order."""
+    """This controller's part of all optimizer updates of a step, in order.
+
+    Example:
+        >>> def prepare(rewards: list[float], num_updates: int) -> Prepared[list[float]]:
+        ...     advantages = np.array(rewards) - np.mean(rewards)
+        ...     updates = [part.tolist() for part in np.split(advantages, num_updates)]
+        ...     return Prepared(updates=updates, metrics={Modality.HAS_SIGNAL: float(advantages.any())})
+        >>> prepared = prepare([1.0, 0.0, 1.0, 2.0], num_updates=2)
+        >>> prepared.updates, prepared.metrics
+        ([[0.0, -1.0], [0.0, 1.0]], {'training/has_signal': 1.0})
+    """
 
     updates: Sequence[UpdateT]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -196,6 +253,15 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     Every method that takes a context is called on all controllers, in the same order, and may use its collectives. With
     a schedule other than sync, `generate` and `sampled_part` run concurrently with the other methods, in a context
     with collectives and a timer of its own: use the one that is passed.
+
+    Example:
+        >>> class Words(Modality):
+        ...     prompts = ["a short one", "another"]
+        ...     throughput_of = "training/tokens"
+        ...     def expected_work(self, prompt):
+        ...         return float(len(prompt))
+        >>> sorted(Words.__abstractmethods__)  # to be implemented, too
+        ['generate', 'group_from_state', 'prepare', 'update', 'update_metrics', 'update_weights']
     """
 
     HAS_SIGNAL = "training/has_signal"

@@ -88,6 +88,15 @@ class PromptLoader(Generic[RowT]):
     ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
     of the shuffle; data sets with a method ``locate``, such as a `Mixture`, have an order of their own. The ``timer``
     times the waits for rows as its stage ``data``.
+
+    Example:
+        >>> loader = PromptLoader(["a", "b", "c", "d"], seed=0, rank=0, world_size=2)
+        >>> [index for index, row in loader.take(4)]  # the others are those of rank 1
+        [0, 2]
+        >>> alone = PromptLoader(["a", "b", "c", "d"], seed=0)
+        >>> alone.load_state(loader.state())  # resumes with one controller
+        >>> [index for index, row in alone.take(2)], alone.epoch
+        ([4, 5], 1.5)
     """
 
     rows: Sequence[RowT]

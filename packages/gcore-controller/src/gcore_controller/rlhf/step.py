@@ -51,6 +51,13 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     Where the models in training and the engines share devices, ``offload`` hands these to the engines, ``onload`` to
     the models, and ``onload_weights`` adds the weights of the policy's engine, which ``update_weights`` overwrites;
     otherwise only the last does anything.
+
+    Example:
+        >>> config = RLHFConfig(total_steps=100, train_batch_size=32, test_freq=10)
+        >>> def make_program(modality: Modality, recorder: Recorder) -> Program:
+        ...     async def program(ctx: Context) -> None:
+        ...         await RLHFLoop(ctx, modality, config, RunStart(), recorder).run()
+        ...     return program
     """
 
     ctx: Context[RolesT]

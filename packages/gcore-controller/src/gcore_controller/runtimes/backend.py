@@ -27,7 +27,18 @@ class Recovery:
 
 
 class Backend(Protocol[JobT_contra, ConfigT_co]):
-    """Everything that a job runs on."""
+    """Everything that a job runs on.
+
+    Example:
+        >>> async def run_job(backend: Backend, job: str, recorder: Recorder) -> None:
+        ...     try:
+        ...         await backend.run(job, recorder)
+        ...     except ControllerError as error:
+        ...         recovery = await backend.recover(error, keeps_models=False)
+        ...         print(recovery.message)
+        ...     finally:
+        ...         await backend.close()
+    """
 
     @property
     def config(self) -> ConfigT_co:
@@ -57,7 +68,17 @@ class Backend(Protocol[JobT_contra, ConfigT_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The number of processes of each role."""
+    """The number of processes of each role.
+
+    Example:
+        >>> sizes = Sizes(controllers=1, engines=4, judges={"judge": 2}, ranks=8, devices_per_engine=2)
+        >>> print(sizes)
+        1 controller, 4 engines, 2 judges and 8 training ranks
+        >>> sizes.num_engine_places, sizes.num_reserved
+        (6, 21)
+        >>> Sizes(controllers=1, engines=4, ranks=8, ranks_in_turns=True).num_own_ranks
+        4
+    """
 
     controllers: int
     engines: int

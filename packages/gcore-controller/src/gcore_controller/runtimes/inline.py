@@ -135,7 +135,16 @@ def _raise_in(future: "asyncio.Future[Any]", error: Exception) -> None:
 
 
 class InlineCollectives(Collectives):
-    """One controller's view of an `InlineGroup`, by default alone; objects pass by reference."""
+    """One controller's view of an `InlineGroup`, by default alone; objects pass by reference.
+
+    Example:
+        >>> group = InlineCollectives()  # one controller, such as in a test
+        >>> async def main() -> list[str]:
+        ...     tickets = await group.take_tickets(2, counter="prompts")
+        ...     return await group.channel("sampling").all_gather(f"prompts {tickets[0]} and {tickets[1]}")
+        >>> asyncio.run(main())
+        ['prompts 0 and 1']
+    """
 
     def __init__(self, group: InlineGroup | None = None, rank: int = 0) -> None:
         group = group or InlineGroup(1)
@@ -248,7 +257,18 @@ class InlineRun(Generic[RolesT, ResultT]):
 
 
 class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
-    """A trainer group of one rank, in this process; ``in_thread`` computes while the event loop runs."""
+    """A trainer group of one rank, in this process; ``in_thread`` computes while the event loop runs.
+
+    Example:
+        >>> class Worker:
+        ...     num_updates = 0
+        ...     def train_step(self, role, micro_batches):
+        ...         self.num_updates += 1
+        ...         return {"loss": sum(micro_batches[0])}
+        >>> group = InProcessTrainerGroup(Worker())
+        >>> asyncio.run(group.train_step("actor", [[0.25, 0.5]])), group.num_updates
+        ({'loss': 0.75}, 1)
+    """
 
     def __init__(self, worker: TrainerWorker[BatchT], *, in_thread: bool = False) -> None:
         self._worker = worker
@@ -378,7 +398,20 @@ def share_trainer(
 
 @dataclass(eq=False)
 class InlineBackend(Generic[JobT, ConfigT, RolesT]):
-    """A `Backend` whose controllers, and what they share, belong to this process."""
+    """A `Backend` whose controllers, and what they share, belong to this process.
+
+    Example:
+        >>> from unittest.mock import AsyncMock
+        >>> def make_program(job: str, recorder: Recorder) -> Program:
+        ...     async def program(ctx: Context) -> None:
+        ...         print(f"controller {ctx.rank} does {job} with the {ctx.roles}")
+        ...     return program
+        >>> parts = {"learner": InProcessTrainerGroup(None), "close_services": AsyncMock()}
+        >>> backend = InlineBackend(None, roles="engine", world_size=2, program=make_program, **parts)
+        >>> asyncio.run(backend.run("GRPO", AsyncMock()))
+        controller 0 does GRPO with the engine
+        controller 1 does GRPO with the engine
+    """
 
     config: ConfigT
     _: KW_ONLY

@@ -130,6 +130,14 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
 
     Raises:
         RankError: a rank could not start.
+
+    Example:
+        >>> async def train(spec: TrainerSpec, micro_batches: list[list[float]]) -> dict[str, float]:
+        ...     group = LocalTrainerGroup(spec, cost_of=len)
+        ...     try:
+        ...         return await group.train_step("actor", micro_batches)
+        ...     finally:
+        ...         group.close()
     """
 
     def __init__(self, spec: TrainerSpec, *, cost_of: Callable[[BatchT], float]) -> None:

@@ -13,6 +13,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     `asyncio.sleep`, time-outs and the loop's `time` work as usual. A computation takes no time, unless the program
     sleeps for it. Threads and sockets are not waited for.
+
+    Example:
+        >>> async def train() -> float:
+        ...     await asyncio.sleep(3600.0)
+        ...     return asyncio.get_running_loop().time()
+        >>> with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        ...     print(runner.run(train()))
+        3600.0
     """
 
     def __init__(self) -> None:

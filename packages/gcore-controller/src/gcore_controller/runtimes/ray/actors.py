@@ -209,7 +209,18 @@ def _reason_of(error: RayActorError) -> str:
 
 @dataclass(eq=False)
 class RoleActors(Generic[ConfigT]):
-    """Actors with engines of the policy and of the judges that the run has."""
+    """Actors with engines of the policy and of the judges that the run has.
+
+    Example:
+        >>> from unittest.mock import AsyncMock, Mock
+        >>> hooks = {"start": Mock(), "end": AsyncMock(), "put_to_sleep": AsyncMock(), "connect": AsyncMock()}
+        >>> actors = RoleActors(["engine", "judge"], Mock(), **hooks)
+        >>> sizes = Sizes(controllers=1, engines=4, judges={"judge": 2}, ranks=1)
+        >>> resources = Mock(cpus_per_process=1.0, gpus_per_engine=0.0)
+        >>> asyncio.run(actors.resize(sizes, Mock(ray=resources, sizes=sizes, threads=8, device="cpu")))
+        >>> {role: len(handles) for role, handles in actors.handles.items()}
+        {'engine': 4, 'judge': 2}
+    """
 
     roles: InitVar[Sequence[ActorRole]]
     """Roles that the run has."""

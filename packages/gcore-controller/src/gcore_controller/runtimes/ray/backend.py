@@ -76,7 +76,16 @@ class Placement(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Handles:
-    """Handles of the services, as every controller gets them."""
+    """Handles of the services, as every controller gets them.
+
+    Example:
+        >>> def pick_engine(ctx: Context[Handles]) -> str:
+        ...     return ctx.roles.engines[ctx.rank % len(ctx.roles.engines)]
+        >>> services = {"engines": ["engine 0", "engine 1"], "judges": {}, "lent": None, "ranks": RankHandles()}
+        >>> handles = Handles(**services, shared_devices={}, folder=Path.cwd())
+        >>> pick_engine(Context(group=InlineCollectives(), roles=handles))
+        'engine 0'
+    """
 
     engines: Sequence[Any]
     """Engines of the policy; controller r uses every ``world_size``-th from the r-th."""
@@ -93,7 +102,17 @@ class Handles:
 
 @dataclass(eq=False)
 class RayBackend(Generic[JobT, ConfigT]):
-    """A `Backend` on a Ray cluster that this process is connected to."""
+    """A `Backend` on a Ray cluster that this process is connected to.
+
+    Example:
+        >>> async def train(backend: RayBackend, recorder: Recorder) -> None:
+        ...     await backend.start()  # fits its sizes to the cluster
+        ...     print(f"the run has {backend.config.sizes}")
+        ...     try:
+        ...         await backend.run("GRPO", recorder)
+        ...     finally:
+        ...         await backend.close()
+    """
 
     config: ConfigT
     """The settings, with the sizes that are asked for; from `start` on with those that there is capacity for."""

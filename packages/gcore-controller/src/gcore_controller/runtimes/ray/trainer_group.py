@@ -237,6 +237,13 @@ class RayTrainerClient(TrainerClient[BatchT]):
     Args:
         cost_of: work of a micro-batch, in any unit.
         sharing: this controller's engines, the policy's first, where engines and ranks share devices and take turns.
+
+    Example:
+        >>> replicas = {"actor": [(0, 2), (1, 2)]}
+        >>> ranks = RankHandles(actors=["rank 0", "rank 1"], replicas=replicas)  # in a run, actors of Ray
+        >>> client = RayTrainerClient(ranks, InlineCollectives(), DeviceTimers(), cost_of=len)
+        >>> client.num_replicas, client.can_score_alone
+        (2, False)
     """
 
     def __init__(
