@@ -34,8 +34,7 @@ class RoleSizes(Checked):
     """The processes of a run that have devices; controllers have none.
 
     Example:
-        >>> layout = TrainingLayout(
-        ...     backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
         ...     context_parallel_size=1, data_parallel_size=4, gradient_checkpointing=True, ppo_max_token_len=8192)
         >>> sizes = RoleSizes(training=layout, num_engines=2, devices_per_engine=2, lends_ranks=True)
         >>> sizes.num_lent
@@ -85,8 +84,7 @@ class DeviceMap:
     """The slots of every process, by its number in its role.
 
     Example:
-        >>> layout = TrainingLayout(
-        ...     backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
         ...     context_parallel_size=1, data_parallel_size=4, gradient_checkpointing=True, ppo_max_token_len=8192)
         >>> cluster = Cluster(num_devices=8, device=Device.named("H100"))
         >>> device_map = map_devices(cluster, RoleSizes(training=layout, num_engines=2, devices_per_engine=2))

@@ -49,15 +49,13 @@ class Job(Checked):
 
     Example:
         >>> policy = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
-        >>> job = Job(
-        ...     policy=policy, prompt_lengths=Lengths.recorded([200, 400]), response_lengths=Lengths.recorded([600, 1000]),
-        ...     train_batch_size=32, n=8, ppo_mini_batch_size=8, reference=True)
+        >>> lengths = Lengths.recorded([600, 1000])
+        >>> job = Job(policy=policy, prompt_lengths=Lengths.recorded([200]), response_lengths=lengths,
+        ...     train_batch_size=32, n=8, ppo_mini_batch_size=8)
         >>> job.training_tokens
-        214400.0
+        211200.0
         >>> job.num_updates
         4
-        >>> job.num_forward_passes
-        1.0
     """
 
     policy: ModelShape
@@ -172,12 +170,9 @@ class StepTime:
         >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=32, n=8)
         >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
         >>> costs = JobCosts(policy=engine, reward=None, training=TrainingCosts(per_token_s=1e-4))
-        >>> step = predict_step(
-        ...     costs, job, strategy="colocated", num_devices=4, policy_devices=4, reward_devices=0)
-        >>> round(step.generation_s, 2)
-        8.2
-        >>> round(step.total_s, 2)
-        11.8
+        >>> step = predict_step(costs, job, strategy="colocated", num_devices=4, policy_devices=4, reward_devices=0)
+        >>> round(step.generation_s, 2), round(step.total_s, 2)
+        (8.2, 11.8)
     """
 
     generation_s: float
@@ -442,11 +437,10 @@ class Forecast:
     """Predicts each step of a run of gcore-llm from its sampled lengths, and corrects the laws by measured seconds.
 
     Example:
-        >>> shape = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
+        >>> policy = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
         >>> lengths = Lengths.recorded([300])
-        >>> job = Job(policy=shape, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=8, n=4)
-        >>> law = StepTime(
-        ...     generation_s=20, reward_s=0, swap_s=0, preparation_s=0, training_s=10, weight_sync_s=0)
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=8, n=4)
+        >>> law = StepTime(generation_s=20, reward_s=0, swap_s=0, preparation_s=0, training_s=10, weight_sync_s=0)
         >>> forecast = Forecast(lambda job: law, job, Correction(), save=lambda write: write(Path("placement.json")))
         >>> metrics = {"sampling/groups": 8, "sampling/acceptance": 1.0, "prompt_length/mean": 300,
         ...     "response_length/mean": 300, "response_length/max": 300, "timing_s/gen": 24, "timing_s/train": 10}

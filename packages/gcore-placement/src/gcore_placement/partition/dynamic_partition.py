@@ -46,10 +46,8 @@ class DynamicPartition:
         >>> dynamic = DynamicPartition(space, start=space.nearest(4))
         >>> policy = RoleLoad(work_device_s=60, busy_device_s=60, finish_s=15, was_waiting=False)
         >>> reward = RoleLoad(work_device_s=20, busy_device_s=20, finish_s=5, was_waiting=False)
-        >>> for _ in range(3):
-        ...     partition = dynamic.observe(policy, reward)
-        >>> partition.devices
-        (7, 1)
+        >>> dynamic.observe(policy, reward).devices
+        (6, 2)
     """
 
     def __init__(

@@ -29,9 +29,6 @@ class LendChoice:
         ...     lends = choice.observe(generation_s=60.0, generated=100_000, swap_s=0.0)
         >>> lends
         True
-        >>> choice = LendChoice(engines=4, lent=4)
-        >>> choice.gain_s
-        0.0
     """
 
     def __init__(self, *, engines: int, lent: int) -> None:

@@ -78,11 +78,10 @@ class LendingRule:
         >>> rule = LendingRule(num_roles=2, lending_s=5.0)
         >>> for now_s in range(0, 20, 2):
         ...     loan = rule.observe(now_s, idle=[2, 0], waiting=[0, 30], finished=[64, now_s], serving=[4, 4])
-        ...     if loan:
+        ...     if loan is not None:
         ...         break
         >>> now_s, loan
         (4, Loan(giver=0, taker=1, num_devices=1))
-        >>> rule.lent(4.0)
     """
 
     def __init__(self, num_roles: int, lending_s: float = 0.0) -> None:
