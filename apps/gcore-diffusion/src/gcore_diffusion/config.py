@@ -51,7 +51,13 @@ EVALUATED = {
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Checked, section="demo"):
-    """The embedded model: a tiny Stable Diffusion 3 of coloured handwritten digits."""
+    """The embedded model: a tiny Stable Diffusion 3 of coloured handwritten digits.
+
+    Example:
+        >>> demo = DemoConfig(num_steps=50, cache_dir="models")
+        >>> DiffusionTrainArgs(demo=demo, reward=RewardConfig(kind="digit")).demo.batch_size
+        128
+    """
 
     num_steps: Count = 400
     """Updates of its pretraining; fewer make it worse at digits."""
@@ -63,7 +69,14 @@ class DemoConfig(Checked, section="demo"):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionDataConfig(BaseDataConfig):
-    """Prompts: from your files; with the embedded model, its own."""
+    """Prompts: from your files; with the embedded model, its own.
+
+    Example:
+        >>> data = DiffusionDataConfig(train_files=("prompts.jsonl",), prompt_key="caption", train_batch_size=32)
+        >>> config = DiffusionConfig(model="model", data=data, reward=RewardConfig(kind="jpeg_compressibility"))
+        >>> config.data.train_batch_size * config.rollout.n
+        512
+    """
 
     train_files: tuple[str, ...] = ()
     """JSONL, Parquet, Arrow or CSV files of prompts, text files with one in each line, or splits on the Hugging Face
@@ -81,7 +94,15 @@ class DiffusionDataConfig(BaseDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionRolloutConfig(Checked, section="rollout"):
-    """Sampling of images."""
+    """Sampling of images.
+
+    Example:
+        >>> rollout = DiffusionRolloutConfig(num_inference_steps=10, window_size=2)
+        >>> rollout.range_of_window
+        (0, 5)
+        >>> replace(rollout, window_schedule="sliding").range_of_window
+        (0, 10)
+    """
 
     n: Annotated[int, at_least(2, "at least 2: images of a prompt are compared")] = 16
     """Images of each prompt: the group that advantages compare."""
@@ -177,7 +198,15 @@ class DiffusionRolloutConfig(Checked, section="rollout"):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionAlgorithmConfig(BaseAlgorithmConfig):
-    """From scores to an update."""
+    """From scores to an update.
+
+    Example:
+        >>> algorithm = DiffusionAlgorithmConfig(name="nft")
+        >>> rollout = DiffusionRolloutConfig(kernel="ode")
+        >>> config = DiffusionConfig(algorithm=algorithm, rollout=rollout, reward=RewardConfig(kind="digit"))
+        >>> config.algorithm.norm_adv_by
+        'global'
+    """
 
     name: Algorithm = "flow_grpo"
     """flow_grpo, ddpo, grpo_guard: policy gradients of the sampler's steps; nft: DiffusionNFT; dpo: Diffusion-DPO of
@@ -213,7 +242,13 @@ class DiffusionOptimConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionActorConfig(BaseActorConfig):
-    """The policy's training."""
+    """The policy's training.
+
+    Example:
+        >>> actor = DiffusionActorConfig(num_updates=4, loss=DenoisingPolicyConfig(kl_loss_coef=0.04), ema_decay=0.9)
+        >>> actor.optim.lr
+        0.0003
+    """
 
     optim: DiffusionOptimConfig = field(
         default_factory=lambda: DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4)
@@ -238,7 +273,13 @@ class DiffusionActorConfig(BaseActorConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionTrainerConfig(RLTrainerConfig):
-    """Training ranks, and the run's length."""
+    """Training ranks, and the run's length.
+
+    Example:
+        >>> trainer = DiffusionTrainerConfig(num_processes=8, fsdp_size=4, total_training_steps=200)
+        >>> DiffusionConfig(trainer=trainer, reward=RewardConfig(kind="digit")).rank_unit
+        4
+    """
 
     total_training_steps: Count = 50
     """Steps of the whole run."""
@@ -349,7 +390,16 @@ _READ_WITH = (
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(BaseRLConfig):
-    """RLHF of a diffusion or flow-matching model: on coloured digits, or on your own pipeline, prompts and reward."""
+    """RLHF of a diffusion or flow-matching model: on coloured digits, or on your own pipeline, prompts and reward.
+
+    Example:
+        >>> config = embedded()
+        >>> shorter = replace(config, trainer=replace(config.trainer, total_training_steps=5))
+        >>> shorter.trainer.total_training_steps
+        5
+        >>> shorter.reward.kind
+        'digit'
+    """
 
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,

@@ -14,7 +14,14 @@ DEMO_REWARDS = ("digit", "digit_judge", "colour")
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionJudgeConfig(JudgeOptions, section="reward.judge"):
-    """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
+    """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read.
+
+    Example:
+        >>> judge = DiffusionJudgeConfig(max_num_seqs=16, max_response_length=32)
+        >>> reward = RewardConfig(kind="judge", path="vision-language-model", judge=judge)
+        >>> reward.judge_path
+        'vision-language-model'
+    """
 
     engine: str = "hf"
     """hf: transformers; vllm: vLLM."""
@@ -44,7 +51,14 @@ class DiffusionJudgeConfig(JudgeOptions, section="reward.judge"):
 
 @dataclass(frozen=True, kw_only=True)
 class NamedRewardConfig(Checked, section="reward.models"):
-    """A reward under a name of its own, which reward.kind and reward.held_out may use."""
+    """A reward under a name of its own, which reward.kind and reward.held_out may use.
+
+    Example:
+        >>> models = {"text": NamedRewardConfig(kind="ocr", path="reader")}
+        >>> reward = RewardConfig(kind="0.8 * pick_score + 0.2 * text", path="clip", models=models)
+        >>> reward.find_reward("text").path
+        'reader'
+    """
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
@@ -58,7 +72,15 @@ class NamedRewardConfig(Checked, section="reward.models"):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(Checked, section="reward"):
-    """The reward that is trained on, and one that is only measured."""
+    """The reward that is trained on, and one that is only measured.
+
+    Example:
+        >>> reward = RewardConfig(kind="0.8 * pick_score + 0.2 * ocr", held_out="jpeg_compressibility", path="clip")
+        >>> dict(reward.trained_weights)
+        {'pick_score': 0.8, 'ocr': 0.2}
+        >>> list(reward.measured_weights)
+        ['jpeg_compressibility']
+    """
 
     kind: str = ""
     """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, hps, aesthetic, image_reward, ocr, geneval,

@@ -20,7 +20,17 @@ from gcore_placement.quantities import (
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, by its peaks, all above 0; `Efficiency` has the shares of these that programs reach."""
+    """One accelerator, by its peaks, all above 0; `Efficiency` has the shares of these that programs reach.
+
+    Example:
+        >>> device = Device.matching("NVIDIA H100 80GB HBM3")
+        >>> device.name
+        'H100'
+        >>> device.memory_bytes / 1e9
+        80.0
+        >>> device.memory_bytes < Device.named("H200").memory_bytes
+        True
+    """
 
     name: str
     memory_bytes: float
@@ -113,7 +123,17 @@ through the host's memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Checked):
-    """Devices of one kind in nodes."""
+    """Devices of one kind in nodes.
+
+    Example:
+        >>> cluster = Cluster(num_devices=24, device=Device.named("H100"))
+        >>> cluster.sizes()
+        [24, 16, 8, 7, 6, 5, 4, 3, 2, 1]
+        >>> cluster.link_bytes_per_s(8) / 1e9
+        450.0
+        >>> cluster.link_bytes_per_s(16) / 1e9
+        50.0
+    """
 
     num_devices: Positive
     device: Device
@@ -145,6 +165,14 @@ class Efficiency(Checked):
 
     The defaults are common values: Megatron trains at 40 to 50 % of the peak (arXiv 2104.04473 and the tables
     of its repository); engines read memory at about three quarters of its rate.
+
+    Example:
+        >>> efficiency = Efficiency(free_memory=0.9, links=0.5)
+        >>> efficiency.usable_bytes(Device.named("H100")) / 1e9
+        72.0
+        >>> cluster = Cluster(num_devices=8, device=Device.named("H100"))
+        >>> round(gather_seconds(cluster, efficiency, size_bytes=16e9, group_size=8), 4)
+        0.0622
     """
 
     training: Share = 0.45

@@ -39,6 +39,13 @@ class EngineCosts(Checked):
         decode_base_s + decode_per_sequence_s * B + decode_per_context_token_s * C
 
     Prompts are computed between decoding steps, and running sequences stand still meanwhile.
+
+    Example:
+        >>> costs = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> round(costs.decode_s(1000.0, running=1.0, held=0.0), 3)
+        10.1
+        >>> round(costs.decode_s(1000.0, running=64.0, held=0.0), 3)
+        16.4
     """
 
     devices_per_replica: Positive
@@ -89,7 +96,15 @@ class EngineLaws:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCosts(Checked):
-    """Preparation and training, which all devices of the job do together; see `forecast.training_seconds`."""
+    """Preparation and training, which all devices of the job do together; see `forecast.training_seconds`.
+
+    Example:
+        >>> from gcore_placement.forecast import training_seconds
+        >>> costs = TrainingCosts(base_s=2.0, per_token_s=1e-4, num_forward_passes=1)
+        >>> preparation_s, training_s = training_seconds(costs, tokens=4e6, pairs=0.0, num_devices=8)
+        >>> print(f"{preparation_s:.2f} s, {training_s:.2f} s")
+        16.67 s, 52.00 s
+    """
 
     base_s: Amount = 0.0
     per_token_s: Amount
@@ -124,6 +139,14 @@ class SwapCosts(Checked):
     """The seconds of a device's change of role.
 
     G-Core (arXiv 2507.22789, section 1) reports 30 to 60 s for a 32B model where roles take turns.
+
+    Example:
+        >>> swap = SwapCosts(sleep_s=2.0, wake_s=3.0, load_s=20.0)
+        >>> config = DynamicPartitionConfig(
+        ...     move_s=swap.load_s - swap.wake_s, move_within_s=swap.sleep_s + swap.load_s
+        ... )
+        >>> config.move_within_s
+        22.0
     """
 
     sleep_s: Amount = 0.0
@@ -136,7 +159,16 @@ class SwapCosts(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class JobCosts:
-    """The costs of all parts of a step."""
+    """The costs of all parts of a step.
+
+    Example:
+        >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> costs = JobCosts(policy=engine, reward=None, training=TrainingCosts(per_token_s=1e-4))
+        >>> correction = Correction(min_count=1)
+        >>> correction.observe("generation", predicted_s=20.0, measured_s=30.0)
+        >>> round(correction.corrected(costs).policy.decode_base_s, 4)
+        0.015
+    """
 
     policy: EngineCosts
     reward: EngineCosts | None

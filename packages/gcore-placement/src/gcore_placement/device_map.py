@@ -17,7 +17,13 @@ MappedRole = Literal["policy engine", "judge", "reward model", "training rank", 
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """One device of a cluster."""
+    """One device of a cluster.
+
+    Example:
+        >>> slots = [Slot(node=0, gpu=gpu) for gpu in range(4)]
+        >>> engine_order(slots, training=slots[:2], takes_turns=False)[0]
+        Slot(node=0, gpu=2)
+    """
 
     node: int
     gpu: int
@@ -25,7 +31,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSizes(Checked):
-    """The processes of a run that have devices; controllers have none."""
+    """The processes of a run that have devices; controllers have none.
+
+    Example:
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=4, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> sizes = RoleSizes(training=layout, num_engines=2, devices_per_engine=2, lends_ranks=True)
+        >>> sizes.num_lent
+        2
+    """
 
     training: TrainingLayout
     num_engines: Positive
@@ -67,7 +81,18 @@ class RoleSizes(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMap:
-    """The slots of every process, by its number in its role."""
+    """The slots of every process, by its number in its role.
+
+    Example:
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=4, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> cluster = Cluster(num_devices=8, device=Device.named("H100"))
+        >>> device_map = map_devices(cluster, RoleSizes(training=layout, num_engines=2, devices_per_engine=2))
+        >>> device_map.engines[0]
+        [Slot(node=0, gpu=4), Slot(node=0, gpu=5)]
+        >>> device_map.on(Slot(node=0, gpu=7))
+        {'policy engine': 1}
+    """
 
     sizes: RoleSizes
     engines: Sequence[Sequence[Slot]]

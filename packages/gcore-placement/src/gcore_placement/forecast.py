@@ -45,7 +45,18 @@ Training = TypeVar("Training", TrainingCosts, TrainingLaws)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job(Checked):
-    """The mean work of a step. Raises PlacementError where a number is out of its bounds, or a judge has no lengths."""
+    """The mean work of a step. Raises PlacementError where a number is out of its bounds, or a judge has no lengths.
+
+    Example:
+        >>> policy = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
+        >>> lengths = Lengths.recorded([600, 1000])
+        >>> job = Job(policy=policy, prompt_lengths=Lengths.recorded([200]), response_lengths=lengths,
+        ...     train_batch_size=32, n=8, ppo_mini_batch_size=8)
+        >>> job.training_tokens
+        211200.0
+        >>> job.num_updates
+        4
+    """
 
     policy: ModelShape
     prompt_lengths: Lengths
@@ -151,7 +162,18 @@ class Job(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by stage, one after the other."""
+    """Seconds of a step by stage, one after the other.
+
+    Example:
+        >>> policy = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
+        >>> lengths = Lengths.recorded([500])
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=32, n=8)
+        >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> costs = JobCosts(policy=engine, reward=None, training=TrainingCosts(per_token_s=1e-4))
+        >>> step = predict_step(costs, job, strategy="colocated", num_devices=4, policy_devices=4, reward_devices=0)
+        >>> round(step.generation_s, 2), round(step.total_s, 2)
+        (8.2, 11.8)
+    """
 
     generation_s: float
     reward_s: float
@@ -296,6 +318,17 @@ class Correction(Checked):
     A factor is the weighted median of the last ratios of measured to predicted seconds; a ratio's weight halves every
     `half_life` further ones. So it follows a change within about `half_life` observations, and no single one, however
     wild, moves it beyond its neighbours.
+
+    Example:
+        >>> correction = Correction()
+        >>> for measured_s in (12.0, 12.0, 90.0):
+        ...     correction.observe("training", predicted_s=10.0, measured_s=measured_s)
+        >>> correction.factor("training")
+        1.2
+        >>> resumed = Correction()
+        >>> resumed.load_state(correction.state())
+        >>> resumed.factor("training")
+        1.2
     """
 
     half_life: Above0 = 8.0
@@ -401,7 +434,19 @@ _MEASURED: Mapping[Stage, str] = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicts each step of a run of gcore-llm from its sampled lengths, and corrects the laws by measured seconds."""
+    """Predicts each step of a run of gcore-llm from its sampled lengths, and corrects the laws by measured seconds.
+
+    Example:
+        >>> policy = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
+        >>> lengths = Lengths.recorded([300])
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=8, n=4)
+        >>> law = StepTime(generation_s=20, reward_s=0, swap_s=0, preparation_s=0, training_s=10, weight_sync_s=0)
+        >>> forecast = Forecast(lambda job: law, job, Correction(), save=lambda write: write(Path("placement.json")))
+        >>> metrics = {"sampling/groups": 8, "sampling/acceptance": 1.0, "prompt_length/mean": 300,
+        ...     "response_length/mean": 300, "response_length/max": 300, "timing_s/gen": 24, "timing_s/train": 10}
+        >>> round(forecast.stepped(metrics)["forecast/error"], 3)
+        -0.118
+    """
 
     predict: Callable[[Job], StepTime]
     """`predict_step` for the run's costs and devices."""

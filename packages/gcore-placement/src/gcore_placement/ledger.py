@@ -67,7 +67,17 @@ _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepIntervals:
-    """A step's stages. Times are in nanoseconds of one clock, so that sums are exact."""
+    """A step's stages. Times are in nanoseconds of one clock, so that sums are exact.
+
+    Example:
+        >>> step = StepIntervals.of(
+        ...     1,
+        ...     controllers=[[("gen", 0.0, 8.0), ("train", 8.0, 10.0)]],
+        ...     devices={"engine 0": [("gen", 0.0, 8.0)], "engine 1": [("gen", 0.0, 5.0)]},
+        ... )
+        >>> (step.stop_ns - step.start_ns) / 1e9
+        10.0
+    """
 
     step: int
     start_ns: int
@@ -108,7 +118,20 @@ class StepIntervals:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Device time by role and column, which adds up to devices x wall time exactly."""
+    """Device time by role and column, which adds up to devices x wall time exactly.
+
+    Example:
+        >>> step = StepIntervals.of(
+        ...     1,
+        ...     controllers=[[("gen", 0.0, 8.0), ("train", 8.0, 10.0)]],
+        ...     devices={"engine 0": [("gen", 0.0, 8.0)], "engine 1": [("gen", 0.0, 5.0)]},
+        ... )
+        >>> ledger = Ledger.of([step])
+        >>> ledger.share("generation")
+        0.65
+        >>> {name: share for name, share in ledger.shares().items() if share}
+        {'idle_share': 0.35, 'long_tail': 0.15, 'waiting_for_weights': 0.2}
+    """
 
     device_ns: Mapping[str, Mapping[str, int]]
     """Nanoseconds of each column of `COLUMNS`, by role."""

@@ -124,7 +124,17 @@ def normal_quantiles(probabilities: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Lengths:
-    """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`."""
+    """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`.
+
+    Example:
+        >>> lengths = Lengths.log_normal(median=1000, sigma=1.0, longest=8192)
+        >>> lengths
+        Lengths(mean=1571.4, longest=8192)
+        >>> round(lengths.expected_longest(64))
+        7680
+        >>> Lengths.recorded([100, 300, 800]).mean
+        400.0
+    """
 
     values: Floats
     """[num_values], rising."""
@@ -216,6 +226,13 @@ class TransformerWorkload:
     which keeps one compressed state of a token for all heads. Fields carry their Hugging Face names; every one is an
     integer of at least 1, but for those of the mixture and of latent attention, which other models leave at 0;
     num_key_value_heads divides num_attention_heads.
+
+    Example:
+        >>> workload = TransformerWorkload(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        ...     num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152064)
+        >>> short, long = workload.flops([1024, 32768])
+        >>> print(f"{short / 1024:.2e} and {long / 32768:.2e} FLOPs per token")
+        4.30e+10 and 6.22e+10 FLOPs per token
     """
 
     hidden_size: int

@@ -388,6 +388,15 @@ class StreamingBalancer:
         max(loads) <= sum(costs) / num_parts + (1 - 1 / num_parts) * max(costs) <= (2 - 1 / num_parts) * optimum
 
     In one chunk alone it is the LPT rule, with 4/3 - 1 / (3 num_parts).
+
+    Example:
+        >>> balancer = StreamingBalancer(2)
+        >>> balancer.add([5, 3, 3]).tolist()
+        [0, 1, 1]
+        >>> balancer.add([4]).tolist()
+        [0]
+        >>> balancer.loads.tolist()
+        [9.0, 6.0]
     """
 
     def __init__(self, num_parts: int) -> None:

@@ -8,7 +8,16 @@ from gcore_placement.quantities import Amount, Checked, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicPartitionConfig(Checked):
-    """The conditions under which devices move."""
+    """The conditions under which devices move.
+
+    Example:
+        >>> config = DynamicPartitionConfig(move_s=15.0, horizon_steps=50, window=5)
+        >>> config.jump_rounds
+        3
+        >>> space = PartitionSpace(num_devices=8, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> DynamicPartition(space, space.nearest(4), config).partition.devices
+        (4, 4)
+    """
 
     move_s: Amount = 0.0
     """Seconds that a step lasts longer for a move before it."""

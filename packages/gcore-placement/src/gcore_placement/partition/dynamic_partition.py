@@ -40,6 +40,14 @@ class DynamicPartition:
     Where the load swings faster than that, the best fixed partition so far is kept instead (`Safeguard`).
 
     Pure, deterministic, and symmetric in the roles. Raises PlacementError where `start` is not in `space`.
+
+    Example:
+        >>> space = PartitionSpace(num_devices=8, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> dynamic = DynamicPartition(space, start=space.nearest(4))
+        >>> policy = RoleLoad(work_device_s=60, busy_device_s=60, finish_s=15, was_waiting=False)
+        >>> reward = RoleLoad(work_device_s=20, busy_device_s=20, finish_s=5, was_waiting=False)
+        >>> dynamic.observe(policy, reward).devices
+        (6, 2)
     """
 
     def __init__(

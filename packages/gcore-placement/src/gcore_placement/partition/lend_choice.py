@@ -22,6 +22,13 @@ class LendChoice:
     Args:
         engines: those with devices of their own.
         lent: those on the devices of ranks.
+
+    Example:
+        >>> choice = LendChoice(engines=4, lent=4)
+        >>> for _ in range(3):
+        ...     lends = choice.observe(generation_s=60.0, generated=100_000, swap_s=0.0)
+        >>> lends
+        True
     """
 
     def __init__(self, *, engines: int, lent: int) -> None:

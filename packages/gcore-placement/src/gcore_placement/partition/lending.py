@@ -39,7 +39,16 @@ class _Queue:
 
 
 class Loan(NamedTuple):
-    """Devices of one role that work for another one from now on. Roles are numbered from 0."""
+    """Devices of one role that work for another one from now on. Roles are numbered from 0.
+
+    Example:
+        >>> num_devices = [4, 4]
+        >>> loan = Loan(giver=0, taker=1, num_devices=2)
+        >>> num_devices[loan.giver] -= loan.num_devices
+        >>> num_devices[loan.taker] += loan.num_devices
+        >>> num_devices
+        [2, 6]
+    """
 
     giver: int
     taker: int
@@ -64,6 +73,15 @@ class LendingRule:
         num_roles: at least 2.
         lending_s: seconds that a loan may take, such as those of a first start, which often takes longer: the first
             loan, which measures it, is of one device and need only pay a quarter of it.
+
+    Example:
+        >>> rule = LendingRule(num_roles=2, lending_s=5.0)
+        >>> for now_s in range(0, 20, 2):
+        ...     loan = rule.observe(now_s, idle=[2, 0], waiting=[0, 30], finished=[64, now_s], serving=[4, 4])
+        ...     if loan is not None:
+        ...         break
+        >>> now_s, loan
+        (4, Loan(giver=0, taker=1, num_devices=1))
     """
 
     def __init__(self, num_roles: int, lending_s: float = 0.0) -> None:

@@ -31,7 +31,16 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLimits(Checked):
-    """The limits of one role in a partition. Raises PlacementError if more replicas are needed than are allowed."""
+    """The limits of one role in a partition. Raises PlacementError if more replicas are needed than are allowed.
+
+    Example:
+        >>> judge = RoleLimits(devices_per_replica=2, min_replicas=1, max_replicas=3)
+        >>> list(judge.counts(num_devices=16, unit_devices=1))
+        [1, 2, 3]
+        >>> space = PartitionSpace(num_devices=16, roles=(RoleLimits(devices_per_replica=4), judge))
+        >>> [partition.devices for partition in space.partitions]
+        [(8, 6), (12, 4)]
+    """
 
     devices_per_replica: Positive
     """Devices of tensor and pipeline parallelism; divides the role's devices."""
@@ -61,6 +70,15 @@ class PartitionSpace(Checked):
     """The partitions of a cluster in which no role could have another replica.
 
     Raises PlacementError if there is none, or more than `MAX_PARTITIONS`.
+
+    Example:
+        >>> policy = RoleLimits(devices_per_replica=2)
+        >>> judge = RoleLimits(devices_per_replica=4)
+        >>> space = PartitionSpace(num_devices=16, roles=(policy, judge))
+        >>> [partition.devices for partition in space.partitions]
+        [(4, 12), (8, 8), (12, 4)]
+        >>> space.nearest(9).replicas
+        (4, 2)
     """
 
     num_devices: Positive
@@ -160,6 +178,11 @@ class RoleLoad(Checked):
     """The load of one role in one step or wave, while policy and rewards run side by side.
 
     With D devices the role takes `floor_s + work_device_s / D`, were the others never in its way.
+
+    Example:
+        >>> load = RoleLoad(work_device_s=40, floor_s=2, busy_device_s=48, finish_s=14, was_waiting=False)
+        >>> round(load.correction(devices=4, last=1.0), 3)
+        1.167
     """
 
     work_device_s: Amount
@@ -193,7 +216,15 @@ class RoleLoad(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineWork:
-    """The work of all replicas of an engine, in tokens."""
+    """The work of all replicas of an engine, in tokens.
+
+    Example:
+        >>> engine = EngineCosts(devices_per_replica=2, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> work = EngineWork(num_tokens=1e6, num_context_tokens=5e8, num_prefill_tokens=1e5, longest=4000)
+        >>> work_device_s, floor_s = engine_load(engine, work)
+        >>> round(work_device_s, 1), round(floor_s, 1)
+        (512.5, 40.0)
+    """
 
     num_tokens: float
     """Tokens to generate."""

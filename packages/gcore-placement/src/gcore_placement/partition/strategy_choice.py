@@ -26,6 +26,16 @@ class StrategyChoice:
         start: the first strategy; `strategy` is the present one.
         horizon_steps: over which a change must save more than it takes.
         switch_s: seconds that a change takes, such as loading the models again; may be set later.
+
+    Example:
+        >>> space = PartitionSpace(num_devices=8, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> choice = StrategyChoice(space, start="dynamic", switch_s=60.0)
+        >>> policy = RoleLoad(work_device_s=320, busy_device_s=320, finish_s=80, was_waiting=False)
+        >>> reward = RoleLoad(work_device_s=8, busy_device_s=8, finish_s=2, was_waiting=False)
+        >>> for _ in range(3):
+        ...     strategy = choice.observe(policy, reward, stage_s=80.0, swap_s=2.0)
+        >>> strategy
+        'colocated'
     """
 
     def __init__(

@@ -21,7 +21,21 @@ _MOST_LAYOUTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A choice that the plan does not make."""
+    """A choice that the plan does not make.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, workload=TransformerWorkload(
+        ...     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        ...     num_key_value_heads=4, head_dim=128, vocab_size=152064))
+        >>> lengths = Lengths.log_normal(median=900, sigma=0.8, longest=4096)
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
+        >>> chosen = plan(Cluster(num_devices=8, device=Device.named("H100")), job)
+        >>> for other in chosen.alternatives:
+        ...     if other.choice == "policy engine" and other.difference_s is not None:
+        ...         print(other.option, f"{other.difference_s:.1f} s")
+        TP 1 13.1 s
+        TP 2 3.8 s
+    """
 
     choice: str
     """The kind of choice: strategy, policy engine, judge's engine, training, training state, trained parameters."""

@@ -22,7 +22,16 @@ _TOKENS_IN_LONGEST = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLayout:
-    """The layout of training; sizes have verl's and Megatron's names."""
+    """The layout of training; sizes have verl's and Megatron's names.
+
+    Example:
+        >>> layout = TrainingLayout(backend="megatron", tensor_model_parallel_size=2, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=4, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> layout.num_ranks
+        8
+        >>> print(layout)
+        megatron TP 2 PP 1 CP 1 DP 4, recompute, 8192 tokens a micro-batch
+    """
 
     backend: Backend
     """torch: parameters, gradients and moments are sharded over all ranks (FSDP, ZeRO-3). megatron: moments are, over

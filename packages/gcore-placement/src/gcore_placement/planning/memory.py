@@ -39,7 +39,17 @@ Bytes = Mapping[str, Floats]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState(Checked):
-    """The form in which the models in training are held, besides their layout; the defaults are the trainer's."""
+    """The form in which the models in training are held, besides their layout; the defaults are the trainer's.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, tie_word_embeddings=True, workload=TransformerWorkload(
+        ...     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        ...     num_key_value_heads=2, head_dim=64, vocab_size=151936))
+        >>> TrainingState().moment_bytes(policy)
+        8
+        >>> TrainingState(moments="8bit").moment_bytes(policy)
+        2.03125
+    """
 
     offload: Offload = "none"
     """States held in the host's memory: optimizer, the master weights and moments; all, also weights and gradients of

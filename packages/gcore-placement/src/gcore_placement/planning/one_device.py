@@ -35,7 +35,21 @@ _ENGINE_STAGES: Mapping[Resident, EngineStage] = {"policy engine": "generation",
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Checked):
-    """The engines of a job on the device, all alike."""
+    """The engines of a job on the device, all alike.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, tie_word_embeddings=True, workload=TransformerWorkload(
+        ...     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        ...     num_key_value_heads=2, head_dim=64, vocab_size=151936))
+        >>> lengths = Lengths.recorded([1024])
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=1, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> setting = DeviceSetting(
+        ...     job=job, layout=layout, device=Device.named("H100"), engine=EngineSettings(max_num_seqs=64))
+        >>> round(plan_device(setting).gpu_memory_utilization, 2)
+        0.06
+    """
 
     max_num_seqs: Positive = 256
     """Most sequences at once."""
@@ -59,7 +73,20 @@ class EngineSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSetting:
-    """The roles of a job that share a device, and the settings that their memory depends on."""
+    """The roles of a job that share a device, and the settings that their memory depends on.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, tie_word_embeddings=True, workload=TransformerWorkload(
+        ...     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        ...     num_key_value_heads=2, head_dim=64, vocab_size=151936))
+        >>> lengths = Lengths.recorded([1024])
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=1, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> setting = DeviceSetting(job=job, layout=layout, device=Device.named("A10G"))
+        >>> plan_device(setting).fits
+        True
+    """
 
     job: Job
     """Lengths are taken at their longest, so nothing depends on which are sampled."""
@@ -84,7 +111,22 @@ class DeviceSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """The memory of one device by role and by stage, in bytes."""
+    """The memory of one device by role and by stage, in bytes.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, workload=TransformerWorkload(
+        ...     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        ...     num_key_value_heads=4, head_dim=128, vocab_size=152064))
+        >>> lengths = Lengths.recorded([1024])
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=1, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> device_plan = plan_device(DeviceSetting(job=job, layout=layout, device=Device.named("H100")))
+        >>> device_plan.fits
+        False
+        >>> list(device_plan.remedies)
+        [('optimizer offload',), ('LoRA',)]
+    """
 
     device_bytes: float
     usable_bytes: float

@@ -24,7 +24,20 @@ from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The fastest layout that fits."""
+    """The fastest layout that fits.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, workload=TransformerWorkload(
+        ...     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        ...     num_key_value_heads=4, head_dim=128, vocab_size=152064))
+        >>> lengths = Lengths.log_normal(median=900, sigma=0.8, longest=4096)
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
+        >>> chosen = plan(Cluster(num_devices=8, device=Device.named("H100")), job)
+        >>> print(chosen.training)
+        torch TP 1 PP 1 CP 2 DP 4, 8192 tokens a micro-batch
+        >>> round(chosen.step_s)
+        40
+    """
 
     cluster: Cluster
     num_devices: int

@@ -38,7 +38,15 @@ def blend(u_shared: float, u_own: float, share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaRequest:
-    """A sequence to decode; a subclass may add the purpose of the sequence."""
+    """A sequence to decode; a subclass may add the purpose of the sequence.
+
+    Example:
+        >>> costs = EngineCosts(devices_per_replica=1, max_num_seqs=2, decode_base_s=0.01, decode_per_sequence_s=0.0)
+        >>> replica = SimulatedReplica(costs)
+        >>> replica.submit([ReplicaRequest(length=100, prefill_s=0.5)], now_s=0.0)
+        >>> replica.next_end_s
+        1.5
+    """
 
     length: float
     """Tokens to decode."""
@@ -57,6 +65,19 @@ class SimulatedReplica(Generic[SequenceT]):
     Methods take the present time ``now_s``, which never falls. The caller calls `complete` at `next_end_s`. At most
     `max_num_seqs` sequences run; the others wait in order. While a prompt is computed, running sequences stand still.
     Between two events the count of decoding steps grows evenly, so that a sequence may start or end within a step.
+
+    Example:
+        >>> costs = EngineCosts(devices_per_replica=1, max_num_seqs=2, decode_base_s=0.01, decode_per_sequence_s=0.0)
+        >>> replica = SimulatedReplica(costs)
+        >>> replica.submit([ReplicaRequest(length=length) for length in (100, 400, 200)], now_s=0.0)
+        >>> replica.num_running, replica.num_waiting
+        (2, 1)
+        >>> while replica.next_end_s is not None:
+        ...     now_s = replica.next_end_s
+        ...     print(f"{now_s:.1f} s: {[ended.length for ended in replica.complete(now_s)]}")
+        1.0 s: [100]
+        3.0 s: [200]
+        4.0 s: [400]
     """
 
     def __init__(self, costs: EngineCosts) -> None:
@@ -181,6 +202,15 @@ class RunningLedger:
 
     Args:
         clock: returns the simulated time in seconds.
+
+    Example:
+        >>> now_s = 0.0
+        >>> ledger = RunningLedger(num_devices=8, num_reward_devices=0, num_controllers=1, clock=lambda: now_s)
+        >>> ledger.enter(0, "gen")
+        >>> ledger.change("generation", 6)
+        >>> now_s = 10.0
+        >>> {name: seconds for name, seconds in ledger.cut().items() if seconds}
+        {'generation': 60.0, 'long_tail': 20.0}
     """
 
     def __init__(

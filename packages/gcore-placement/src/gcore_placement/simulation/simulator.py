@@ -38,7 +38,20 @@ judgements of a wave meet engines that are full, and take longer than alone: up 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """The account of one step under a strategy."""
+    """The account of one step under a strategy.
+
+    Example:
+        >>> lengths = ((0.5, 1000),)
+        >>> recorded = RecordedStep(num_prompts=16, num_accepted=16,
+        ...     prompt_quantiles=lengths, response_quantiles=lengths, judge_quantiles=lengths)
+        >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> costs = JobCosts(policy=engine, reward=engine, training=TrainingCosts(per_token_s=1e-4))
+        >>> space = PartitionSpace(num_devices=4, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> simulator = Simulator(recorded_trace("run", [recorded], n=8), costs, space)
+        >>> step = simulator.run("colocated").steps[0]
+        >>> round(step.stage_s["generation"], 2), round(step.seconds, 2)
+        (26.4, 32.8)
+    """
 
     seconds: float
     stage_s: dict[str, float]
@@ -84,7 +97,20 @@ def wave_loads(
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRun:
-    """The steps of a trace under one strategy."""
+    """The steps of a trace under one strategy.
+
+    Example:
+        >>> lengths = ((0.5, 1000),)
+        >>> recorded = RecordedStep(num_prompts=16, num_accepted=16,
+        ...     prompt_quantiles=lengths, response_quantiles=lengths, judge_quantiles=lengths)
+        >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> costs = JobCosts(policy=engine, reward=engine, training=TrainingCosts(per_token_s=1e-4))
+        >>> space = PartitionSpace(num_devices=4, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> simulator = Simulator(recorded_trace("run", [recorded], n=8), costs, space)
+        >>> run = simulator.run("split")
+        >>> round(run.step_s, 2), round(run.idle_share, 3)
+        (39.2, 0.418)
+    """
 
     strategy: str
     num_devices: int
@@ -129,6 +155,19 @@ class Simulator:
         costs: costs of all roles, with a generative reward: without one there is nothing to partition.
         space: the partitions that the cluster allows, of replicas as large as those of the costs.
         progress: called with the number of waves just simulated.
+
+    Example:
+        >>> lengths = ((0.5, 1000),)
+        >>> recorded = RecordedStep(num_prompts=16, num_accepted=16,
+        ...     prompt_quantiles=lengths, response_quantiles=lengths, judge_quantiles=lengths)
+        >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> costs = JobCosts(policy=engine, reward=engine, training=TrainingCosts(per_token_s=1e-4))
+        >>> space = PartitionSpace(num_devices=4, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> simulator = Simulator(recorded_trace("run", [recorded], n=8), costs, space)
+        >>> round(simulator.colocated().step_s, 2)
+        32.8
+        >>> round(simulator.split(space.nearest(2)).step_s, 2)
+        39.2
     """
 
     def __init__(
@@ -361,7 +400,20 @@ class Simulator:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The runs of all planned strategies on one trace, by name, and of the clairvoyant one."""
+    """The runs of all planned strategies on one trace, by name, and of the clairvoyant one.
+
+    Example:
+        >>> lengths = ((0.5, 1000),)
+        >>> recorded = RecordedStep(num_prompts=16, num_accepted=16,
+        ...     prompt_quantiles=lengths, response_quantiles=lengths, judge_quantiles=lengths)
+        >>> engine = EngineCosts(devices_per_replica=1, max_num_seqs=64, decode_base_s=0.01, decode_per_sequence_s=1e-4)
+        >>> costs = JobCosts(policy=engine, reward=engine, training=TrainingCosts(per_token_s=1e-4))
+        >>> space = PartitionSpace(num_devices=4, roles=(RoleLimits(devices_per_replica=1),) * 2)
+        >>> simulator = Simulator(recorded_trace("run", [recorded], n=8), costs, space)
+        >>> comparison = compare("run", simulator)
+        >>> round(comparison["colocated"].step_s, 2), round(comparison["clairvoyant"].step_s, 2)
+        (32.8, 39.2)
+    """
 
     name: str
     num_devices: int

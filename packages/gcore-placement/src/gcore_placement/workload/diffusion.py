@@ -30,6 +30,15 @@ class DiffusionWorkload(Checked):
     and text tokens with weights of their own, and joint attention (SD3; Esser et al., arXiv:2403.03206). Fields carry
     the names of diffusers' configs; every number is an integer of at least 1, but for those of the text, which are 0
     in `dit`.
+
+    Example:
+        >>> workload = DiffusionWorkload(architecture="dit", num_layers=28, num_attention_heads=16,
+        ...     attention_head_dim=72, in_channels=4, out_channels=8)
+        >>> workload.hidden_size
+        1152
+        >>> flops = workload.flops(16, 16, num_timesteps=20, classifier_free_guidance=True)
+        >>> print(f"{flops:.2e}")
+        9.49e+12
     """
 
     architecture: Architecture

@@ -27,7 +27,19 @@ _VISION_KEYS = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model's shape for the planner. Counts are exactly those of transformers' causal language models."""
+    """A model's shape for the planner. Counts are exactly those of transformers' causal language models.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> shape = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
+        >>> shape.num_parameters
+        804224
+        >>> shape.adapter_parameters(rank=8)
+        77824
+        >>> shape.kv_values_per_token
+        512
+    """
 
     workload: TransformerWorkload
     tie_word_embeddings: bool = False

@@ -20,7 +20,19 @@ _MAX_SIGMA = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class SampledLengths:
-    """The response lengths of one step, in tokens."""
+    """The response lengths of one step, in tokens.
+
+    Example:
+        >>> row = {"response_length/mean": 500.0, "response_length/max": 1900, "prompt_length/mean": 100.0,
+        ...     "perf/total_num_tokens": 38400}
+        >>> step = SampledLengths.of_metrics(row, n=8, limit=2048)
+        >>> step.number
+        64
+        >>> median, sigma = fit_lengths([step])
+        >>> lengths = step_lengths(step, sigma=sigma)
+        >>> int(lengths.sum()), int(lengths.max())
+        (32000, 1900)
+    """
 
     number: int
     mean: float

@@ -51,6 +51,17 @@ class Trace:
 
     A step's waves follow one another, as dynamic sampling draws again once it knows the scores; it trains on the groups
     that were accepted. Lengths are in tokens, at least 1. Steps rise from 0 without gaps, and waves in each step.
+
+    Example:
+        >>> trace = Trace(
+        ...     name="run", step=np.array([0, 0]), wave=np.array([0, 1]), accepted=np.array([True, False]),
+        ...     prompt_length=np.array([10.0, 20.0]), response_length=np.array([[30.0, 50.0], [8.0, 8.0]]),
+        ...     judge_length=np.ones((2, 2)), payload_bytes=np.zeros(2))
+        >>> trace.training_tokens(0)
+        (100.0, 2650.0)
+        >>> trace.save("trace.npz")
+        >>> len(list(Trace.load("trace.npz").waves(0)))
+        2
     """
 
     name: str
@@ -153,6 +164,16 @@ class RecordedStep:
 
     `quantiles` are pairs of a probability and a length in tokens, both rising, such as ((0, 12), (0.5, 900), (1, 8192))
     for the shortest, the median and the longest. Between them the logarithm of lengths is interpolated.
+
+    Example:
+        >>> step = RecordedStep(
+        ...     num_prompts=8, num_accepted=6, prompt_quantiles=((0.5, 200),),
+        ...     response_quantiles=((0, 12), (0.5, 900), (1, 8192)), judge_quantiles=((0.5, 300),))
+        >>> trace = recorded_trace("run", [step], n=4)
+        >>> int(trace.response_length.min()), int(trace.response_length.max())
+        (12, 8192)
+        >>> int(trace.accepted.sum())
+        6
     """
 
     num_prompts: int
@@ -248,7 +269,16 @@ _MAX_LOG_NOISE = 10.0
 @dataclass(frozen=True, kw_only=True)
 class Drift:
     """A value that goes evenly from `first` to `last` over a run; at once, in step `jump_step`, and maybe back; or back
-    and forth, with a period."""
+    and forth, with a period.
+
+    Example:
+        >>> Drift(first=100, last=400).over(3).round().tolist()
+        [100.0, 200.0, 400.0]
+        >>> Drift(first=100, last=400, jump_step=1, back_step=3).over(5).tolist()
+        [100, 400, 400, 100, 100]
+        >>> Drift(first=100, last=400, period=4).over(4).tolist()
+        [100, 100, 400, 400]
+    """
 
     first: float
     last: float
@@ -295,7 +325,18 @@ def steady(value: float) -> Drift:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRecipe(Checked):
-    """Log-normal lengths with a part that a group's responses share, and waves of dynamic sampling."""
+    """Log-normal lengths with a part that a group's responses share, and waves of dynamic sampling.
+
+    Example:
+        >>> recipe = TraceRecipe(
+        ...     name="longer responses", num_steps=20, train_batch_size=16, n=4, acceptance=Drift(first=1.0, last=1.0),
+        ...     response_median=Drift(first=500, last=4000), judge_median=Drift(first=300, last=300))
+        >>> trace = recipe.trace()
+        >>> trace.response_length.shape
+        (320, 4)
+        >>> bool(trace.response_length[:16].mean() < trace.response_length[-16:].mean())
+        True
+    """
 
     name: str
     num_steps: Positive
