@@ -56,7 +56,16 @@ _TENSOR_PARALLEL = "tensor_parallel_size"
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDataConfig(Checked, section="data"):
-    """Files of training and held-out rows."""
+    """Files of training and held-out rows.
+
+    Example:
+        >>> BaseDataConfig(train_files=("a.jsonl", "b.jsonl"), weights=(3.0, 1.0)).val_size
+        64
+        >>> BaseDataConfig(train_batch_size=0)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: data.train_batch_size is 0; expected 1 or more
+    """
 
     train_files: tuple[str, ...] = ()
     """JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the Hugging Face Hub,
@@ -78,7 +87,15 @@ class BaseDataConfig(Checked, section="data"):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings(Checked):
-    """Adapters that are trained in place of all parameters."""
+    """Adapters that are trained in place of all parameters.
+
+    Example:
+        >>> settings = AdapterSettings(lora_rank=16, lora_alpha=32, target_modules=("q_proj", "v_proj"))
+        >>> settings.lora.scaling
+        2.0
+        >>> AdapterSettings().lora is None
+        True
+    """
 
     lora_rank: NonNegative = 0
     """Train adapters of this rank, and nothing else; 0: all parameters."""
@@ -220,7 +237,14 @@ class BaseTrainerConfig(Checked, section="trainer"):
 
 @dataclass(frozen=True, kw_only=True)
 class RLTrainerConfig(BaseTrainerConfig):
-    """Training ranks, and the length of a run of reinforcement learning."""
+    """Training ranks, and the length of a run of reinforcement learning.
+
+    Example:
+        >>> from gcore_runs import merge
+        >>> settings = {"export": "best", "best_metric": "-val/loss", "early_stopping_patience": "3"}
+        >>> merge(RLTrainerConfig(), settings).early_stopping_patience
+        3
+    """
 
     total_epochs: Amount = 0.0
     """Passes over the training rows, which set total-training-steps: rows / data.train-batch-size a pass; 0: none."""
@@ -237,7 +261,16 @@ class RLTrainerConfig(BaseTrainerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig(BaseTrainerConfig):
-    """Training ranks and the library that they compute with."""
+    """Training ranks and the library that they compute with.
+
+    Example:
+        >>> RanksConfig(backend="megatron", megatron={"bucket_size": 1_000_000}).megatron_config.bucket_size
+        1000000
+        >>> RanksConfig(num_processes=3, parallel=ParallelConfig(fsdp_size=2))
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: trainer.parallel: fsdp_size is 2; expected 0, or a divisor of 3 ranks (trainer.num_processes=3)
+    """
 
     backend: Literal["torch", "megatron"] = "torch"
     """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
@@ -272,7 +305,17 @@ class RanksConfig(BaseTrainerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseActorConfig(AdapterSettings, section="actor"):
-    """Which of the policy's parameters are trained, and in how much memory."""
+    """Which of the policy's parameters are trained, and in how much memory.
+
+    Example:
+        >>> actor = BaseActorConfig(lora_rank=64, lora_alpha=32, use_rslora=True)
+        >>> actor.lora.scaling
+        4.0
+        >>> BaseActorConfig(lora_rank=-1)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: actor.lora_rank is -1; expected 0 or more
+    """
 
     enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
@@ -282,7 +325,18 @@ class BaseActorConfig(AdapterSettings, section="actor"):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseAlgorithmConfig(Checked, section="algorithm"):
-    """Dynamic sampling, from scores to the groups of a step."""
+    """Dynamic sampling, from scores to the groups of a step.
+
+    Example:
+        >>> from gcore_runs import Fraction
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class MyAlgorithmConfig(BaseAlgorithmConfig):
+        ...     gamma: Fraction = 1.0
+        >>> MyAlgorithmConfig(gamma=2.0)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: algorithm.gamma is 2.0; expected a number in [0, 1]
+    """
 
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
@@ -292,7 +346,18 @@ class BaseAlgorithmConfig(Checked, section="algorithm"):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked, section="placement"):
-    """Division of a run's devices: of engines on ray between the policy and the judges, and of ranks in a step."""
+    """Division of a run's devices: of engines on ray between the policy and the judges, and of ranks in a step.
+
+    Example:
+        >>> from gcore_placement import STRATEGIES
+        >>> placement = PlacementConfig(strategy="dynamic", horizon_steps=50)
+        >>> STRATEGIES[placement.strategy].follows_load
+        True
+        >>> PlacementConfig(horizon_steps=0)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: placement.horizon_steps is 0; expected 1 or more
+    """
 
     strategy: Strategy | None = None
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
