@@ -189,10 +189,9 @@ class Cell(NamedTuple):
     Example:
         >>> metrics = {"timing_s/step": 1.234, "val/score": 0.25}
         >>> for cell in (STAGE_CELLS[0], Cell("held-out score", "val/score", "{:.1%}")):
-        ...     print(cell.label, shown(metrics[cell.metric], cell.form))
-        Traceback (most recent call last):
-            ...
-        builtins.NameError: name 'shown' is not defined
+        ...     print(cell.label, format_metric(metrics[cell.metric], cell.form))
+        step 1.23 s
+        held-out score 25.0%
     """
 
     label: str
@@ -234,13 +233,14 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
-        ... class MyJob(RunJob[BaseRLConfig]):
+        ... class MyJob(RunJob[Any]):
         ...     prompts: list[str]
         ...
         ...     def modality(self):
         ...         return MyModality(self.prompts)  # what is sampled, scored and trained on
-        >>> def shown_length(job: MyJob) -> str:
-        ...     return f"steps {job.first_step} to {job.total_steps}"
+        >>> config = BaseRunConfig(trainer=RLTrainerConfig(total_training_steps=20))
+        >>> MyJob(config=config, prompts=["2+2="], first_step=5).total_steps
+        20
     """
 
     config: ConfigT

@@ -35,8 +35,8 @@ class Kind:
 
     Example:
         >>> kind = Kind(
-        ...     title="Training loss", unit="nats", name="nats", key="loss", measure="loss", evaluations={"": "val/loss"},
-        ...     signals=(("Gradient norm", "grad_norm", ""),), after_warmup="Loss of the warm-up.",
+        ...     title="Training loss", unit="nats", name="nats", key="loss", measure="loss",
+        ...     evaluations={"": "val/loss"}, signals=(), after_warmup="Loss of the warm-up.",
         ... )
         >>> run = RunFolder(Path("runs/small"))
         >>> write_jsonl(run.metrics, [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}])

@@ -32,7 +32,6 @@ class BaseRunConfig(Checked):
     """Settings of every command that makes a run.
 
     Example:
-        >>> from gcore_runs import merge
         >>> config = merge(BaseRunConfig(), {"name": "first", "trainer": {"save_freq": 10}})
         >>> config.trainer.save_freq
         10
