@@ -100,7 +100,12 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(BaseAlgorithmConfig):
-    """From scores to advantages."""
+    """From scores to advantages.
+
+    Example:
+        >>> AlgorithmConfig(adv_estimator="gae", lam=0.95).estimator.needs_critic
+        True
+    """
 
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
@@ -265,7 +270,13 @@ _READ_WITH = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(BaseRLConfig):
-    """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
+    """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward.
+
+    Example:
+        >>> config = replace(embedded(), rollout=RolloutConfig(n=16))
+        >>> config.loop.train_batch_size * config.rollout.n  # responses a step
+        512
+    """
 
     model_settings: ClassVar[tuple[str, ...]] = (
         "model",

@@ -59,7 +59,13 @@ class ChatDataConfig(BaseDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(ChatDataConfig):
-    """Prompts: from your files, or from a task."""
+    """Prompts: from your files, or from a task.
+
+    Example:
+        >>> data = DataConfig(train_files=("train.jsonl",), prompt_key="question", max_response_length=2048)
+        >>> data.max_length
+        3072
+    """
 
     train_files: tuple[str, ...] = ()
     """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
@@ -92,7 +98,15 @@ class DataConfig(ChatDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(Checked, section="task"):
-    """A reasoning-gym task, generated instead of read from files."""
+    """A reasoning-gym task, generated instead of read from files.
+
+    Example:
+        >>> from gcore_llm.data.tasks import make_problems
+        >>> task = TaskConfig(name="chain_sum", params={"max_terms": 3}, num_train=100, num_val=10)
+        >>> train, val = make_problems(task, seed=0)
+        >>> len(val)
+        10
+    """
 
     name: str = ""
     """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
@@ -128,7 +142,14 @@ class AdapterConfig(AdapterSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
-    """The policy's training."""
+    """The policy's training.
+
+    Example:
+        >>> ActorConfig(lora_rank=16).exports_adapters
+        True
+        >>> ActorConfig(lora_rank=16, export_merged=True).exports_adapters
+        False
+    """
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
@@ -230,7 +251,13 @@ class DistillationConfig(Checked, section="distillation"):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(Checked, section="critic"):
-    """The critic, where algorithm.adv-estimator is gae."""
+    """The critic, where algorithm.adv-estimator is gae.
+
+    Example:
+        >>> critic = CriticConfig(optim={"lr": 5e-6}, cliprange_value=0.2)
+        >>> critic.loss.cliprange_value
+        0.2
+    """
 
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
@@ -253,7 +280,17 @@ class CriticConfig(Checked, section="critic"):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig(Checked, section="warmup"):
-    """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
+    """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning.
+
+    Example:
+        >>> warmup = WarmupConfig(max_steps=100, test_freq=20)
+        >>> warmup.max_steps // warmup.test_freq  # most checks of the accuracy
+        5
+        >>> WarmupConfig(lr=0.0)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: warmup.lr is 0.0; expected a finite number above 0
+    """
 
     max_steps: NonNegative = 500
     """Most updates; 0: no warm-up."""
@@ -279,7 +316,14 @@ def drop_other_export(export: Path, settings: AdapterConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
-    """A generative reward model: its engine, how it is asked, and how its verdicts are read."""
+    """A generative reward model: its engine, how it is asked, and how its verdicts are read.
+
+    Example:
+        >>> judge = JudgeConfig(pattern=r"Grade: ([0-9])", low=1.0, high=5.0)
+        >>> read_score = judge.scores()
+        >>> read_score("Mostly right. Grade: 4")
+        0.75
+    """
 
     pairwise: bool = False
     """Compare every two responses of a group in both orders: the share of wins is the score, and a tie is half a win.
@@ -342,7 +386,14 @@ class RunJudge:
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Checked, section="reward_model"):
     """A model that scores responses, alone or together with the reward function. Further judges have a table each,
-    judges.NAME, on the command line --reward-model.judges.NAME.path and so on."""
+    judges.NAME, on the command line --reward-model.judges.NAME.path and so on.
+
+    Example:
+        >>> judges = {"style": FurtherJudgeConfig(path="judges/style", weight=0.5)}
+        >>> rewards = RewardModelConfig(kind="judge", path="judges/truth", judges=judges)
+        >>> {name: judge.weight for name, judge in rewards.all_judges.items()}
+        {'model': 1.0, 'style': 0.5}
+    """
 
     kind: Literal["none", "judge", "classifier", "server"] = "none"
     """judge: a language model asked for a verdict; classifier: a sequence classifier of one label, as gcore-llm
@@ -416,7 +467,15 @@ class RewardModelConfig(Checked, section="reward_model"):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCallsConfig(Checked, section="reward_calls"):
-    """Calls of rewards."""
+    """Calls of rewards.
+
+    Example:
+        >>> calls = RewardCallsConfig(max_retries=0, in_process=True, process_memory_gb=2.0)
+        >>> calls.runner.retry.max_retries
+        0
+        >>> calls.process_limits.memory_bytes // 2**30
+        2
+    """
 
     max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
     """Largest number of concurrent calls."""

@@ -64,7 +64,16 @@ exit codes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
-    """Arguments of a command about a run."""
+    """Arguments of a command about a run.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class TailArgs(RunArgs):
+        ...     lines: int = 10
+        >>> args = parse_arguments(TailArgs, ["runs/gsm8k", "--lines", "5"], prog="tail")
+        >>> args.run.name, args.lines
+        ('gsm8k', 5)
+    """
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""

@@ -32,7 +32,15 @@ _DIGITS = 4
 
 
 class RunFolder:
-    """Paths of one run."""
+    """Paths of one run.
+
+    Example:
+        >>> run = RunFolder(Path("runs/first"))
+        >>> run.lock()  # until this object is gone, no other process writes this run
+        >>> append_json(run.metrics, {"step": 1, "loss": 0.5})
+        >>> read_jsonl(run.metrics)
+        [{'step': 1, 'loss': 0.5}]
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

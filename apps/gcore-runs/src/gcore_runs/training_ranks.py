@@ -29,6 +29,16 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     """A `gcore_controller.TrainerWorker` whose trainers share checkpoints; apps say how models score and learn.
 
     It is made from the run's config, the folder of the model to start from, and that of the checkpoints.
+
+    Example:
+        >>> class LMWorker(BaseTrainerWorker[list[Any]]):
+        ...     engine_dtype = "float32"
+        ...
+        ...     def score(self, role, micro_batches, *, with_routing):
+        ...         return self.trainers[role].score(micro_batches)
+        >>> spec = LMWorker.spec(BaseRunConfig(threads=4), Path("model"), Path("checkpoints"))
+        >>> spec.num_ranks, spec.num_threads
+        (1, 4)
     """
 
     trainers: Mapping[str, Any]

@@ -65,7 +65,7 @@ def parse_fine_tuning(command: str, args: Sequence[str]) -> FineTuneConfig:
         args,
         prog=f"gcore-llm {command}",
         recipes=recipes,
-        description=recipes["own_data"].__doc__ or "",
+        description=(recipes["own_data"].__doc__ or "").partition("\n")[0],
     )
 
 

@@ -34,7 +34,13 @@ from gcore_trainer import (
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Checked, section="optim"):
-    """AdamW or Muon, and a rate that warms up and then stays or decays to the run's end."""
+    """AdamW or Muon, and a rate that warms up and then stays or decays to the run's end.
+
+    Example:
+        >>> optim = OptimConfig(lr=2e-5, lr_warmup_steps_ratio=0.1)
+        >>> optim.build(total_training_steps=200).lr_warmup_steps
+        20
+    """
 
     name: OptimizerName = "adamw"
     """adamw_8bit: its two moments in 8 bits each, which is 2 bytes a parameter instead of 8; needs bitsandbytes. muon:
@@ -84,7 +90,17 @@ class OptimConfig(Checked, section="optim"):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig(ChatDataConfig):
-    """Rows of answers or pairs, under TRL's column names."""
+    """Rows of answers or pairs, under TRL's column names.
+
+    Example:
+        >>> rows = RowsConfig(train_files=("pairs.jsonl",), chat_template_kwargs={"enable_thinking": False})
+        >>> DPORunConfig(model="model", data=rows).data.max_length
+        2048
+        >>> RowsConfig(max_length=1)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: data.max_length is 1; expected 2 or more
+    """
 
     val_size: NonNegative = 256
     """How many rows to hold out if there are no val-files; never more than a tenth of them."""
@@ -96,7 +112,16 @@ class RowsConfig(ChatDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig(RanksConfig):
-    """Training ranks, the run's length, its checkpoints and evaluations, and where its metrics go."""
+    """Training ranks, the run's length, its checkpoints and evaluations, and where its metrics go.
+
+    Example:
+        >>> LengthConfig(total_epochs=3.0, test_freq=50).total_training_steps  # 0: as many as the epochs take
+        0
+        >>> LengthConfig(save_freq=0)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: trainer.save_freq is 0; expected 1 or more
+    """
 
     total_epochs: Positive = 1.0
     """Passes over the training rows, rounded up to whole steps."""
@@ -165,7 +190,13 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRunConfig(FineTuneConfig):
-    """Fine-tune on messages, on prompts with completions, or on text."""
+    """Fine-tune on messages, on prompts with completions, or on text.
+
+    Example:
+        >>> config = SFTRunConfig(model="model", data=RowsConfig(train_files=("rows.jsonl",)), lora_rank=16)
+        >>> config.exports_adapters
+        True
+    """
 
     command: Annotated[Literal["sft"], tyro.conf.Suppress] = "sft"
     name: str = "sft"
@@ -189,7 +220,17 @@ class PairsConfig(FineTuneConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelRunConfig(PairsConfig):
-    """Train a reward model on pairs of a chosen and a rejected answer."""
+    """Train a reward model on pairs of a chosen and a rejected answer.
+
+    Example:
+        >>> config = RewardModelRunConfig(model="model", data=RowsConfig(train_files=("pairs.jsonl",)))
+        >>> config.rows_are_pairs
+        True
+        >>> RewardModelRunConfig(lora_rank=8, trainer=LengthConfig(backend="megatron"))
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: lora_rank is 8; expected 0 with trainer.backend 'megatron'
+    """
 
     command: Annotated[Literal["reward-model"], tyro.conf.Suppress] = "reward-model"
     name: str = "reward-model"
@@ -207,7 +248,14 @@ class RewardModelRunConfig(PairsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(PairsConfig):
-    """Train a policy on pairs of a chosen and a rejected answer, without sampling and without a reward model."""
+    """Train a policy on pairs of a chosen and a rejected answer, without sampling and without a reward model.
+
+    Example:
+        >>> rows = RowsConfig(train_files=("pairs.jsonl",))
+        >>> config = DPORunConfig(model="model", data=rows, loss=DPOConfig(beta=0.05))
+        >>> config.loss.beta, config.optim.lr
+        (0.05, 1e-06)
+    """
 
     read_with: ClassVar[tuple[ReadWith, ...]] = (
         *PairsConfig.read_with,

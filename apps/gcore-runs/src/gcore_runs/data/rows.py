@@ -31,7 +31,18 @@ class LazySequence(Sequence[ItemT]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """The rows of one source, with what belongs to them."""
+    """The rows of one source, with what belongs to them.
+
+    Example:
+        >>> write_jsonl(Path("sums.jsonl"), [{"prompt": "2+2=", "answer": 4}, {"prompt": "3+4=", "answer": 7}])
+        >>> [source] = open_rows("sums.jsonl", {"text": "prompt ~ answer"})
+        >>> source.name
+        'sums.jsonl'
+        >>> [row["text"] for row in source.rows]
+        ['2+2=4', '3+4=7']
+        >>> RowSource(name="made here", rows=[{"text": "5+1=6"}], folder=Path()).rows[0]["text"]
+        '5+1=6'
+    """
 
     name: str
     """The file, or the name of the data set, for errors."""

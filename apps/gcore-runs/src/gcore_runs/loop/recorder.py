@@ -72,7 +72,16 @@ EvaluationT = TypeVar("EvaluationT")
 
 
 class Display:
-    """A live progress display on a terminal; elsewhere a line every ten seconds."""
+    """A live progress display on a terminal; elsewhere a line every ten seconds.
+
+    Example:
+        >>> with Display() as display:
+        ...     display.say("10,000 prompts")
+        ...     display.phase("training", total=200)
+        ...     display.show_progress(1, [("step", "1.20 s"), ("score", "0.250")])
+        10,000 prompts
+        step 1: step 1.20 s, score 0.250
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -175,7 +184,15 @@ def _by_stage(stages: Sequence[str | None]) -> Text:
 
 
 class Cell(NamedTuple):
-    """A number that the screen shows of every step."""
+    """A number that the screen shows of every step.
+
+    Example:
+        >>> metrics = {"timing_s/step": 1.234, "val/score": 0.25}
+        >>> for cell in (STAGE_CELLS[0], Cell("held-out score", "val/score", "{:.1%}")):
+        ...     print(cell.label, format_metric(metrics[cell.metric], cell.form))
+        step 1.23 s
+        held-out score 25.0%
+    """
 
     label: str
     metric: str
@@ -212,7 +229,19 @@ def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tup
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob(RunStart, ABC, Generic[ConfigT]):
-    """A run of the RLHF program, and the point that it starts or resumes from; apps add their prompts."""
+    """A run of the RLHF program, and the point that it starts or resumes from; apps add their prompts.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class MyJob(RunJob[Any]):
+        ...     prompts: list[str]
+        ...
+        ...     def modality(self):
+        ...         return MyModality(self.prompts)  # what is sampled, scored and trained on
+        >>> config = BaseRunConfig(trainer=RLTrainerConfig(total_training_steps=20))
+        >>> MyJob(config=config, prompts=["2+2="], first_step=5).total_steps
+        20
+    """
 
     config: ConfigT
 
@@ -261,6 +290,17 @@ class Stop:
     """Ctrl-C, or a scheduler's SIGTERM, that ends a loop between two steps, where the last finished one can be saved.
 
     The second one raises Python's own `KeyboardInterrupt` immediately.
+
+    Example:
+        >>> stop = Stop()
+        >>> with stop.catch_interrupts(lambda: print("stopping after this step")):
+        ...     stop.hold_back()  # from here to let_through, Ctrl-C waits
+        ...     stop.let_through()
+        ...     stop.check()  # raises KeyboardInterrupt if Ctrl-C was pressed
+        ...     stop.end_early()
+        stopping after this step
+        >>> stop.is_early
+        True
     """
 
     is_orderly = False
@@ -313,6 +353,17 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
 
     Ctrl-C is held back while the models are between two steps; see `stop`.
+
+    Example:
+        >>> class ScoreRecorder(BaseRunRecorder[RunJob[Any], dict[str, float]]):
+        ...     cells = (*STAGE_CELLS, Cell("held-out score", "val/score", "{:.1%}"))
+        ...
+        ...     def show_evaluation(self, step, evaluation):
+        ...         self.display.say(f"step {step}: score {evaluation['val/score']:.1%}")
+        ...         return evaluation
+        ...
+        ...     def score(self, metrics):
+        ...         return metrics["val/score"]
     """
 
     cells: ClassVar[tuple[Cell, ...]]

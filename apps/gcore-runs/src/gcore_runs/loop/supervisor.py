@@ -84,7 +84,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A finished run, with its first and its last evaluation on held-out data."""
+    """A finished run, with its first and its last evaluation on held-out data.
+
+    Example:
+        >>> before = {"step": 0, "val/score": 0.25}
+        >>> after = {"step": 200, "val/score": 0.75}
+        >>> result = RunResult(run=Path("runs/gsm8k"), before=before, after=after)
+        >>> result.after["val/score"] - result.before["val/score"]
+        0.5
+    """
 
     run: Path
     """The run's folder."""
@@ -118,6 +126,16 @@ class Supervisor:
 
     Raises:
         UserError: the metrics cannot be served where ``trainer.prometheus`` says.
+
+    Example:
+        >>> config = BaseRunConfig(name="greeting", threads=1, trainer=RLTrainerConfig(tensorboard=False))
+        >>> with Supervisor(config, app="my-app") as supervisor:
+        ...     run = supervisor.open_run("3 rows")
+        ...     with supervisor.metrics_writer(last_step=0) as writer:
+        ...         writer.write(1, {"loss": 0.5})
+        ...     supervisor.export(lambda path: path.mkdir())
+        >>> run.export.is_dir(), read_jsonl(run.metrics)
+        (True, [{'step': 1, 'loss': 0.5}])
     """
 
     run: RunFolder

@@ -31,7 +31,18 @@ Signal = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The page's first chart, its held-out numbers and its signals."""
+    """The page's first chart, its held-out numbers and its signals.
+
+    Example:
+        >>> kind = Kind(
+        ...     title="Training loss", unit="nats", name="nats", key="loss", measure="loss",
+        ...     evaluations={"": "val/loss"}, signals=(), after_warmup="Loss of the warm-up.",
+        ... )
+        >>> run = RunFolder(Path("runs/small"))
+        >>> write_jsonl(run.metrics, [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}])
+        >>> render_report(run.path, {"train": kind}).name
+        'report.html'
+    """
 
     title: str
     unit: str

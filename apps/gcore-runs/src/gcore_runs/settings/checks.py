@@ -34,7 +34,18 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True)
 class Bound:
-    """A condition on a value, and its wording in the error. NaN satisfies none of those below."""
+    """A condition on a value, and its wording in the error. NaN satisfies none of those below.
+
+    Example:
+        >>> even = Bound(lambda value: value % 2 == 0, "an even number")
+        >>> @dataclass(frozen=True)
+        ... class ModelConfig(Checked, section="model"):
+        ...     num_heads: Annotated[int, even] = 2
+        >>> ModelConfig(num_heads=3)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: model.num_heads is 3; expected an even number
+    """
 
     holds: Callable[[Any], bool]
     expected: str
@@ -86,6 +97,19 @@ class Checked:
 
     The bounds of ``tuple[Annotated[int, at_least(1)], ...]`` are checked entry by entry. A field that a subclass
     declares again keeps its bounds, unless it has others there. What depends on several fields is a `require`.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class LengthConfig(Checked, section="length"):
+        ...     shortest: Count = 1
+        ...     longest: Count = 8
+        ...     def __post_init__(self):
+        ...         super().__post_init__()
+        ...         self.require("longest", self.longest >= self.shortest, f"at least shortest={self.shortest}")
+        >>> LengthConfig(shortest=9)
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: length.longest is 8; expected at least shortest=9
     """
 
     section: ClassVar[str] = ""

@@ -29,7 +29,17 @@ _FOLDER_NAME = Bound(
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRunConfig(Checked):
-    """Settings of every command that makes a run."""
+    """Settings of every command that makes a run.
+
+    Example:
+        >>> config = merge(BaseRunConfig(), {"name": "first", "trainer": {"save_freq": 10}})
+        >>> config.trainer.save_freq
+        10
+        >>> merge(config, {"trainer": {"save_frq": 10}})
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: unknown field trainer.save_frq; did you mean trainer.save_freq?
+    """
 
     may_change: ClassVar[tuple[str, ...]] = (
         "trainer.num_processes",
@@ -82,7 +92,18 @@ class BaseRunConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRLConfig(BaseRunConfig, ABC):
-    """Settings of a run of reinforcement learning, whose controllers, engines and ranks may be on a cluster."""
+    """Settings of a run of reinforcement learning, whose controllers, engines and ranks may be on a cluster.
+
+    Example:
+        >>> from gcore_runs.settings.sections import PolicyEngineConfig
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class MyConfig(BaseRLConfig):
+        ...     rollout: PolicyEngineConfig = field(default_factory=PolicyEngineConfig)
+        ...     judge = ("reward.judge", None)
+        >>> config = MyConfig(controllers=2, trainer=RLTrainerConfig(total_epochs=3.0))
+        >>> config.over_rows(320).loop.total_steps
+        30
+    """
 
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRunConfig.may_change,

@@ -56,7 +56,14 @@ _TENSOR_PARALLEL = "tensor_parallel_size"
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDataConfig(Checked, section="data"):
-    """Files of training and held-out rows."""
+    """Files of training and held-out rows.
+
+    Example:
+        >>> BaseDataConfig(train_files=("a.jsonl", "b.jsonl"), weights=(3.0, -1.0))
+        Traceback (most recent call last):
+            ...
+        gcore_runs.errors.UserError: data.weights holds -1.0; expected a finite number above 0
+    """
 
     train_files: tuple[str, ...] = ()
     """JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the Hugging Face Hub,
@@ -78,7 +85,12 @@ class BaseDataConfig(Checked, section="data"):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings(Checked):
-    """Adapters that are trained in place of all parameters."""
+    """Adapters that are trained in place of all parameters.
+
+    Example:
+        >>> AdapterSettings(lora_rank=16, lora_alpha=32, target_modules=("q_proj", "v_proj")).lora.scaling
+        2.0
+    """
 
     lora_rank: NonNegative = 0
     """Train adapters of this rank, and nothing else; 0: all parameters."""
@@ -220,7 +232,12 @@ class BaseTrainerConfig(Checked, section="trainer"):
 
 @dataclass(frozen=True, kw_only=True)
 class RLTrainerConfig(BaseTrainerConfig):
-    """Training ranks, and the length of a run of reinforcement learning."""
+    """Training ranks, and the length of a run of reinforcement learning.
+
+    Example:
+        >>> merge(RLTrainerConfig(), {"export": "best", "early_stopping_patience": "3"}).early_stopping_patience
+        3
+    """
 
     total_epochs: Amount = 0.0
     """Passes over the training rows, which set total-training-steps: rows / data.train-batch-size a pass; 0: none."""
@@ -237,7 +254,12 @@ class RLTrainerConfig(BaseTrainerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig(BaseTrainerConfig):
-    """Training ranks and the library that they compute with."""
+    """Training ranks and the library that they compute with.
+
+    Example:
+        >>> RanksConfig(backend="megatron", megatron={"bucket_size": 1_000_000}).megatron_config.bucket_size
+        1000000
+    """
 
     backend: Literal["torch", "megatron"] = "torch"
     """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
@@ -272,7 +294,12 @@ class RanksConfig(BaseTrainerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseActorConfig(AdapterSettings, section="actor"):
-    """Which of the policy's parameters are trained, and in how much memory."""
+    """Which of the policy's parameters are trained, and in how much memory.
+
+    Example:
+        >>> BaseActorConfig(lora_rank=64, lora_alpha=32, use_rslora=True).lora.scaling
+        4.0
+    """
 
     enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
@@ -282,7 +309,12 @@ class BaseActorConfig(AdapterSettings, section="actor"):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseAlgorithmConfig(Checked, section="algorithm"):
-    """Dynamic sampling, from scores to the groups of a step."""
+    """Dynamic sampling, from scores to the groups of a step.
+
+    Example:
+        >>> merge(BaseAlgorithmConfig(), {"max_num_gen_batches": "8"})
+        BaseAlgorithmConfig(filter_groups=True, max_num_gen_batches=8)
+    """
 
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
@@ -292,7 +324,14 @@ class BaseAlgorithmConfig(Checked, section="algorithm"):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked, section="placement"):
-    """Division of a run's devices: of engines on ray between the policy and the judges, and of ranks in a step."""
+    """Division of a run's devices: of engines on ray between the policy and the judges, and of ranks in a step.
+
+    Example:
+        >>> from gcore_placement import STRATEGIES
+        >>> placement = PlacementConfig(strategy="dynamic", horizon_steps=50)
+        >>> STRATEGIES[placement.strategy].follows_load
+        True
+    """
 
     strategy: Strategy | None = None
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
