@@ -91,7 +91,19 @@ class _Update:
 
 @dataclass(frozen=True, eq=False)
 class WeightHistory:
-    """The weights of a version: whole ones of an earlier version, and all changes since; pickled as references."""
+    """The weights of a version: whole ones of an earlier version, and all changes since; pickled as references.
+
+    Example:
+        >>> async def follow(history: WeightHistory, mirror: WeightMirror) -> str:
+        ...     await history.apply_to(mirror)
+        ...     return f"version {mirror.version}, by {history.sent_bytes} bytes"
+        >>> weights = [("head", torch.empty(3, device="meta"))]
+        >>> parts = [DeltaSender().put(weights, version=1, base_version=None) for _ in range(2)]
+        >>> WeightHistory.joined(parts).version
+        Traceback (most recent call last):
+            ...
+        builtins.AttributeError: type object 'WeightHistory' has no attribute 'joined'
+    """
 
     updates: Sequence[_Update]
     digests: Digests = field(default_factory=dict[str, Mapping[str, Digest]])
@@ -167,6 +179,23 @@ class DeltaSender:
     """Sends a rank's part of the weights: whole tensors at first, and then their changes.
 
     It keeps a copy of its tensors in the host's memory, unless they have adapters.
+
+    Example:
+        >>> def send(sender: DeltaSender, weights: Any, before: WeightHistory | None, version: int) -> WeightHistory:
+        ...     base_version = None if before is None else before.next_base
+        ...     return sender.put(weights, version=version, base_version=base_version).after(before)
+        Traceback (most recent call last):
+            ...
+        builtins.NameError: name 'Any' is not defined
+        >>> weights = [("head", torch.empty(3, device="meta"))]
+        >>> history = send(DeltaSender(), weights, None, 1)
+        Traceback (most recent call last):
+            ...
+        builtins.NameError: name 'send' is not defined
+        >>> history.version, history.sent_bytes
+        Traceback (most recent call last):
+            ...
+        builtins.NameError: name 'history' is not defined
     """
 
     def __init__(self) -> None:

@@ -54,6 +54,16 @@ class WeightReferences:
     Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
     memory and must not be written to. The memory is freed with the last reference and tensor, or, except for tensors in
     use, when the process that put it ends.
+
+    Example:
+        >>> def publish(weights: Iterable[tuple[str, torch.Tensor]], parts: list[WeightReferences]) -> WeightReferences:
+        ...     # In a Ray cluster; `parts` are those of other ranks.
+        ...     return WeightReferences.joined([WeightReferences.put(weights), *parts])
+        >>> elsewhere = [("head", torch.empty(3, device="meta"))]
+        >>> dict(publish(elsewhere, []))
+        Traceback (most recent call last):
+            ...
+        builtins.AttributeError: type object 'WeightReferences' has no attribute 'joined'
     """
 
     is_whole = True

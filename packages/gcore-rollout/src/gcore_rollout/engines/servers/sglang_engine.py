@@ -34,6 +34,12 @@ class SGLangEngine(SGLangServerEngine):
     server ends with this process, even if that is killed; if the server dies, so does the engine.
 
     See `SGLangServerEngine` for what SGLang does otherwise than other engines.
+
+    Example:
+        >>> SGLangEngine.from_pretrained("model", server_python="")
+        Traceback (most recent call last):
+            ...
+        gcore_rollout.errors.RolloutError: server_python is ''; expected the Python of an environment with SGLang, such as ~/sglang/bin/python
     """
 
     _server: LocalServer | None = None
