@@ -162,6 +162,8 @@ class LendingEngines(DeviceLease):
         >>> class NoLoans:
         ...     def observe(self, now_s: float, **counts: Sequence[int]) -> None:
         ...         return None
+        ...     def lent(self, seconds: float) -> None:
+        ...         print("An engine has changed its model.")
         >>> async def load(name: str = "", giver: int = 0, taker: int = 0) -> HFEngine:
         ...     return HFEngine.from_pretrained("model")
         >>> async def main() -> list[int]:
@@ -171,6 +173,7 @@ class LendingEngines(DeviceLease):
         ...     await models.settle()
         ...     return [pool.num_serving for pool in pools]
         >>> asyncio.run(main())
+        An engine has changed its model.
         [1, 2]
     """
 

@@ -168,7 +168,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         >>> weights = DigestedWeights(load_file("model/model.safetensors").items())
         >>> model = HFEngine.from_pretrained("model")
         >>> engine = InstrumentedEngine(model, name="engine 0", record=WeightRecord())
-        >>> asyncio.run(engine.update_weights(weights, version=1))  # The engine's tensors are compared with the digests.
+        >>> asyncio.run(engine.update_weights(weights, version=1))  # A WrongWeightsError if a tensor differs.
         >>> engine.weight_version
         1
     """

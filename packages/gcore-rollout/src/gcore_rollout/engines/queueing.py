@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from gcore_rollout.images.vision_processor import VisionProcessor
 
-
 _NUM_TOKENS_BEFORE = 8
 """Tokens decoded before a stop string: the first ones of a text may lose a space, or the start of a character."""
 
@@ -381,8 +380,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
                     "finish before sleep"
                 )
             before = self._is_asleep
-            # First, so that no sample starts meanwhile.
-            self._is_asleep = True
+            self._is_asleep = True  # First, so that no sample starts meanwhile.
             keeps = keep_weights and self._has_weights
             try:
                 await self._control("sleep" if keeps else "discard")

@@ -211,7 +211,6 @@ class DigestedWeights:
         unmerged: the same weights before their adapters were merged into them; None: there are no adapters.
 
     Example:
-        >>> import torch
         >>> weights = DigestedWeights([("head", torch.ones(3))], dtypes=[torch.float32, torch.bfloat16])
         >>> for name, tensor in weights:
         ...     print(name, tuple(tensor.shape), sorted(weights.digests[name]))

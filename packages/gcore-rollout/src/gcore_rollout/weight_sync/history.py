@@ -97,12 +97,10 @@ class WeightHistory:
         >>> async def follow(history: WeightHistory, mirror: WeightMirror) -> str:
         ...     await history.apply_to(mirror)
         ...     return f"version {mirror.version}, by {history.sent_bytes} bytes"
-        >>> weights = [("head", torch.empty(3, device="meta"))]
+        >>> weights = [("head", torch.empty(3, device="meta"))]  # Other ranks put what is on the meta device.
         >>> parts = [DeltaSender().put(weights, version=1, base_version=None) for _ in range(2)]
-        >>> WeightHistory.joined(parts).version
-        Traceback (most recent call last):
-            ...
-        builtins.AttributeError: type object 'WeightHistory' has no attribute 'joined'
+        >>> WeightHistory.join(parts).version
+        1
     """
 
     updates: Sequence[_Update]
@@ -181,21 +179,14 @@ class DeltaSender:
     It keeps a copy of its tensors in the host's memory, unless they have adapters.
 
     Example:
-        >>> def send(sender: DeltaSender, weights: Any, before: WeightHistory | None, version: int) -> WeightHistory:
-        ...     base_version = None if before is None else before.next_base
-        ...     return sender.put(weights, version=version, base_version=base_version).after(before)
-        Traceback (most recent call last):
-            ...
-        builtins.NameError: name 'Any' is not defined
-        >>> weights = [("head", torch.empty(3, device="meta"))]
-        >>> history = send(DeltaSender(), weights, None, 1)
-        Traceback (most recent call last):
-            ...
-        builtins.NameError: name 'send' is not defined
-        >>> history.version, history.sent_bytes
-        Traceback (most recent call last):
-            ...
-        builtins.NameError: name 'history' is not defined
+        >>> def send(sender: DeltaSender, weights: list[tuple[str, torch.Tensor]], before: WeightHistory) -> WeightHistory:
+        ...     version = before.version + 1
+        ...     return sender.put(weights, version=version, base_version=before.next_base).after(before)
+        >>> weights = [("head", torch.empty(3, device="meta"))]  # Tensors on other devices need a Ray cluster.
+        >>> sender = DeltaSender()
+        >>> history = sender.put(weights, version=1, base_version=None)
+        >>> send(sender, weights, history).version
+        2
     """
 
     def __init__(self) -> None:

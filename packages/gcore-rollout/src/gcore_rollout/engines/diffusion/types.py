@@ -193,8 +193,9 @@ class ImageSample(AnySample):
         >>> def save(sample: ImageSample) -> None:
         ...     if sample.finish_reason == "stop":
         ...         Image.fromarray(sample.image).save(f"{sample.request_id}_{sample.index}.png")
-        >>> request = ImageRequest(request_id="cube", prompt="a red cube", sampling=ImageSampling(num_inference_steps=10))
-        >>> save(replace(request.aborted(0), image=np.zeros((8, 16, 3), np.uint8), finish_reason="stop"))
+        >>> sampling = ImageSampling(num_inference_steps=10)
+        >>> aborted = ImageRequest(request_id="cube", prompt="a red cube", sampling=sampling).aborted(0)
+        >>> save(replace(aborted, image=np.zeros((8, 16, 3), np.uint8), finish_reason="stop"))
         >>> Image.open("cube_0.png").size
         (16, 8)
     """

@@ -36,10 +36,11 @@ class SGLangEngine(SGLangServerEngine):
     See `SGLangServerEngine` for what SGLang does otherwise than other engines.
 
     Example:
-        >>> SGLangEngine.from_pretrained("model", server_python="")
-        Traceback (most recent call last):
-            ...
-        gcore_rollout.errors.RolloutError: server_python is ''; expected the Python of an environment with SGLang, such as ~/sglang/bin/python
+        >>> def load(path: str) -> SGLangEngine:
+        ...     options = ["--enable-deterministic-inference"]
+        ...     return SGLangEngine.from_pretrained(path, server_python="sglang/bin/python", server_args=options)
+        >>> async def count_tokens(engine: SGLangEngine, request: Request) -> int:
+        ...     return sum([completion.work async for completion in engine.generate([request])])
     """
 
     _server: LocalServer | None = None
