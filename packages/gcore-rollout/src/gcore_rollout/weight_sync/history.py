@@ -179,14 +179,12 @@ class DeltaSender:
     It keeps a copy of its tensors in the host's memory, unless they have adapters.
 
     Example:
-        >>> def send(sender: DeltaSender, weights: list[tuple[str, torch.Tensor]], before: WeightHistory) -> WeightHistory:
-        ...     version = before.version + 1
-        ...     return sender.put(weights, version=version, base_version=before.next_base).after(before)
-        >>> weights = [("head", torch.empty(3, device="meta"))]  # Tensors on other devices need a Ray cluster.
         >>> sender = DeltaSender()
-        >>> history = sender.put(weights, version=1, base_version=None)
-        >>> send(sender, weights, history).version
-        2
+        >>> weights = [("head", torch.empty(3, device="meta"))]  # Tensors on other devices need a Ray cluster.
+        >>> first = sender.put(weights, version=1, base_version=None)
+        >>> second = sender.put(weights, version=2, base_version=first.next_base).after(first)
+        >>> second.version, second.sent_bytes
+        (2, 0)
     """
 
     def __init__(self) -> None:

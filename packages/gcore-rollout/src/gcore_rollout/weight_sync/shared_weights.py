@@ -231,7 +231,7 @@ class SharedCudaWeights:
         >>> publish(torch.nn.Linear(2, 3))
         Traceback (most recent call last):
             ...
-        builtins.ValueError: weight 'weight' is on cpu; expected a CUDA device
+        ValueError: weight 'weight' is on cpu; expected a CUDA device
     """
 
     num_writes = 1

@@ -220,7 +220,8 @@ class DDIM(Kernel):
     e. To a' = 1 there is no noise.
 
     Example:
-        >>> latents, output = torch.ones(1, 2), torch.zeros(1, 2)
+        >>> latents = torch.ones(1, 2)
+        >>> output = torch.zeros(1, 2)
         >>> DDIM(eta=0.0)(output, latents, torch.tensor(0.25), torch.tensor(0.64)).mean
         tensor([[1.6000, 1.6000]])
         >>> round(DDIM(eta=1.0)(output, latents, torch.tensor(0.25), torch.tensor(0.64)).std.item(), 4)
