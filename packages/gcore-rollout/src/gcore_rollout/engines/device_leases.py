@@ -26,6 +26,18 @@ class TimeSharedEngines(DeviceLease):
 
     Args:
         engines: each on all the devices, and asleep, but for the first one if ``first_is_awake``.
+
+    Example:
+        >>> policy = HFEngine.from_pretrained("model")
+        >>> judge = HFEngine.from_pretrained("model")
+        >>> request = Request(request_id="a", prompt_token_ids=(40, 41), sampling=SamplingParams(max_tokens=3))
+        >>> async def main() -> list[int]:
+        ...     await judge.sleep()
+        ...     models = TimeSharedEngines([policy, judge])
+        ...     # This call puts the policy to sleep and wakes the judge.
+        ...     return [sample.work async for sample in models.engines[1].generate([request])]
+        >>> asyncio.run(main())
+        [3]
     """
 
     def __init__(self, engines: Sequence[Engine[Any, Any]], *, first_is_awake: bool = True) -> None:
@@ -145,6 +157,24 @@ class LendingEngines(DeviceLease):
         lend: makes the engine of this name, which serves the first model of these numbers no more, one of the second.
         rule: decides.
         announce: called with a line if an engine cannot be lent: it returns, and none is lent any more.
+
+    Example:
+        >>> class NoLoans:
+        ...     def observe(self, now_s: float, **counts: Sequence[int]) -> None:
+        ...         return None
+        ...     def lent(self, seconds: float) -> None:
+        ...         print("An engine has changed its model.")
+        >>> async def load(name: str = "", giver: int = 0, taker: int = 0) -> HFEngine:
+        ...     return HFEngine.from_pretrained("model")
+        >>> async def main() -> list[int]:
+        ...     pools = [EngineReplicas([await load(), await load()]), EngineReplicas([await load()])]
+        ...     models = LendingEngines(pools, lend=load, rule=NoLoans(), announce=print)
+        ...     models.arrange([1, 2])
+        ...     await models.settle()
+        ...     return [pool.num_serving for pool in pools]
+        >>> asyncio.run(main())
+        An engine has changed its model.
+        [1, 2]
     """
 
     def __init__(

@@ -71,7 +71,20 @@ class DeviceLease:
 
 
 class WeightRecord:
-    """Digests of the trainer's weights by version, the first and the last few, to explain an engine's wrong weights."""
+    """Digests of the trainer's weights by version, the first and the last few, to explain an engine's wrong weights.
+
+    Example:
+        >>> record = WeightRecord()
+        >>> for version in (1, 2):
+        ...     weights = DigestedWeights([("head", torch.full((3,), float(version)))])
+        ...     size_bytes = sum(tensor.nbytes for _, tensor in weights)
+        ...     record.note(version, weights.digests)
+        ...     if version == 1:
+        ...         old = weights.digests["head"]["float32"]
+        >>> held = HeldTensor(name="head", source="head", dtype="float32", size_bytes=12, digest=old, seconds=0.0)
+        >>> record.explanation(held, 2)
+        'has the values of version 1'
+    """
 
     def __init__(self) -> None:
         self._versions: dict[int, Digests] = {}
@@ -148,6 +161,16 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         timers: None: nothing is timed.
         record: the trainer's weights, one record for all replicas of a model; None: weights are not compared.
         lease: the other users of the engine's devices; None: there are none.
+
+    Example:
+        >>> import asyncio
+        >>> from safetensors.torch import load_file
+        >>> weights = DigestedWeights(load_file("model/model.safetensors").items())
+        >>> model = HFEngine.from_pretrained("model")
+        >>> engine = InstrumentedEngine(model, name="engine 0", record=WeightRecord())
+        >>> asyncio.run(engine.update_weights(weights, version=1))  # A WrongWeightsError if a tensor differs.
+        >>> engine.weight_version
+        1
     """
 
     def __init__(

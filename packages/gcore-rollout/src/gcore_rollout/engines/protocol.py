@@ -30,6 +30,17 @@ class RepetitionDetection:
     """Ends a sample whose last tokens are one pattern ``min_count`` times in a row; as vLLM's parameter of this name.
 
     Like ``max_tokens`` it cuts off what the policy would have continued with.
+
+    Example:
+        >>> import asyncio
+        >>> detection = RepetitionDetection(max_pattern_size=4, min_count=3)
+        >>> sampling = SamplingParams(max_tokens=100, temperature=0.0, repetition_detection=detection)
+        >>> engine = HFEngine.from_pretrained("model")
+        >>> async def main() -> list[str]:
+        ...     request = Request(request_id="a", prompt_token_ids=(40,), sampling=sampling)
+        ...     return [completion.finish_reason async for completion in engine.generate([request])]
+        >>> asyncio.run(main())
+        ['repetition']
     """
 
     max_pattern_size: int
@@ -52,6 +63,16 @@ class SamplingParams:
 
     ``top_p`` and ``top_k`` are for evaluation: in training, truncation would make the sampled distribution differ from
     the policy whose gradient the trainer takes, and bias every importance ratio.
+
+    Example:
+        >>> training = SamplingParams(max_tokens=1024)
+        >>> evaluation = SamplingParams(max_tokens=1024, temperature=0.6, top_p=0.95, stop=("</answer>",))
+        >>> training.truncates, evaluation.truncates
+        (False, True)
+        >>> SamplingParams(max_tokens=0)
+        Traceback (most recent call last):
+            ...
+        gcore_rollout.errors.RequestError: max_tokens is 0; expected at least 1
     """
 
     max_tokens: int
@@ -149,7 +170,16 @@ class AnyRequest(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AnySample:
-    """A sample that an engine makes, of any kind."""
+    """A sample that an engine makes, of any kind.
+
+    Example:
+        >>> def count_aborted(samples: Sequence[AnySample]) -> int:
+        ...     return sum(sample.finish_reason == "abort" for sample in samples)
+        >>> text = Request(request_id="a", prompt_token_ids=(40,), sampling=SamplingParams(max_tokens=3))
+        >>> image = ImageRequest(request_id="b", prompt="a cube", sampling=ImageSampling(num_inference_steps=10))
+        >>> count_aborted([text.aborted(0), image.aborted(0)])
+        2
+    """
 
     request_id: str
     index: int
@@ -164,7 +194,18 @@ class AnySample:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(AnyRequest):
-    """One prompt to be completed ``n`` times."""
+    """One prompt to be completed ``n`` times.
+
+    Example:
+        >>> sampling = SamplingParams(max_tokens=64)
+        >>> request = Request(request_id="a", prompt_token_ids=(40, 41), n=4, seed=7, sampling=sampling)
+        >>> request.part([0, 2]).sample_indices
+        (0, 2)
+        >>> arrays = {"token_ids": np.array([5]), "log_probs": np.float32([-1]), "weight_versions": np.int32([0])}
+        >>> aborted = replace(request.aborted(2), **arrays)
+        >>> request.continuing([aborted]).continued_indices
+        (2,)
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -255,6 +296,18 @@ class Completion(AnySample):
     """One answer to a prompt, from the engine to the trainer. Arrays have shape [T], T the number of its tokens.
 
     An engine fills in what it samples, end-of-sequence included; the score and what belongs to it follow.
+
+    Example:
+        >>> completion = Completion(
+        ...     request_id="a",
+        ...     index=0,
+        ...     token_ids=np.array([40, 41, 1]),
+        ...     log_probs=np.float32([-0.5, -1.0, -0.1]),
+        ...     weight_versions=np.int32([3, 3, 4]),
+        ...     finish_reason="stop",
+        ... )
+        >>> completion.work, completion.is_truncated, completion.sampled_versions.max().item()
+        (3, False, 4)
     """
 
     token_ids: NDArray[np.int64]
@@ -321,7 +374,14 @@ SampleT_co = TypeVar("SampleT_co", bound=AnySample, default=Completion, covarian
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine started."""
+    """Counters since the engine started.
+
+    Example:
+        >>> def report(stats: EngineStats) -> str:
+        ...     return f"{stats.completion_tokens} tokens, {stats.num_running} running, {stats.num_waiting} waiting"
+        >>> report(HFEngine.from_pretrained("model").stats())
+        '0 tokens, 0 running, 0 waiting'
+    """
 
     prompt_tokens: int
     """Prompt tokens computed. A prompt shared by the samples of one request counts once; the partial completion that a
@@ -342,7 +402,18 @@ def sample_keys(requests: Sequence[AnyRequest]) -> tuple[tuple[str, int], ...]:
 
 
 class Engine(Protocol[RequestT_contra, SampleT_co]):
-    """Generates completions of prompts, or other samples, and takes new weights meanwhile."""
+    """Generates completions of prompts, or other samples, and takes new weights meanwhile.
+
+    Example:
+        >>> import asyncio
+        >>> async def complete(engine: Engine, prompt: tuple[int, ...]) -> Completion:
+        ...     request = Request(request_id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=3))
+        ...     completions = [completion async for completion in engine.generate([request])]
+        ...     await engine.close()
+        ...     return completions[0]
+        >>> asyncio.run(complete(HFEngine.from_pretrained("model"), (40, 41))).work
+        3
+    """
 
     @property
     def weight_version(self) -> int:
@@ -456,7 +527,19 @@ Digests = Mapping[str, Mapping[str, Digest]]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """One tensor that an engine computes with."""
+    """One tensor that an engine computes with.
+
+    Example:
+        >>> import asyncio
+        >>> engine = HFEngine.from_pretrained("model")
+        >>> tensor = asyncio.run(engine.held_weights(["model.norm.weight"])).tensors[0]
+        >>> tensor.source, tensor.dtype, tensor.size_bytes
+        ('model.norm.weight', 'float32', 512)
+        >>> expected = DigestedWeights([("model.norm.weight", torch.ones(128))])
+        >>> digests = dict(expected) and expected.digests
+        >>> tensor.digest == digests["model.norm.weight"]["float32"]
+        True
+    """
 
     name: str
     """Hugging Face name of the parameter."""
@@ -472,7 +555,16 @@ class HeldTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """Tensors that an engine computes with, read from its model and not from the update."""
+    """Tensors that an engine computes with, read from its model and not from the update.
+
+    Example:
+        >>> import asyncio
+        >>> held = asyncio.run(HFEngine.from_pretrained("model").held_weights())
+        >>> held.version, sum(tensor.size_bytes for tensor in held.tensors)
+        (0, 3282432)
+        >>> [tensor.source for tensor in held.tensors if tensor.name == "lm_head.weight"]
+        ['model.embed_tokens.weight']
+    """
 
     version: int
     tensors: Sequence[HeldTensor]

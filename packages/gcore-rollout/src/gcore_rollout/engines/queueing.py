@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from gcore_rollout.images.vision_processor import VisionProcessor
 
-
 _NUM_TOKENS_BEFORE = 8
 """Tokens decoded before a stop string: the first ones of a text may lose a space, or the start of a character."""
 
@@ -69,7 +68,14 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
 
 @dataclass(eq=False)
 class Call(Generic[SampleT]):
-    """One `generate` call: the queue of its completions, and how many are still to come."""
+    """One `generate` call: the queue of its completions, and how many are still to come.
+
+    Example:
+        >>> call = Call(pending=1)
+        >>> call.finished.put_nowait("a sample")
+        >>> asyncio.run(anext(call.completions()))
+        'a sample'
+    """
 
     pending: int
     finished: asyncio.Queue[SampleT | Exception] = field(default_factory=asyncio.Queue)
@@ -233,7 +239,12 @@ class StopStrings:
 
 @dataclass(kw_only=True)
 class TokenLimits:
-    """The limits of the requests that the engine of a language model takes."""
+    """The limits of the requests that the engine of a language model takes.
+
+    Example:
+        >>> request = Request(request_id="a", prompt_token_ids=(40, 41), sampling=SamplingParams(max_tokens=6))
+        >>> TokenLimits(max_length=8, vocab_size=128).check(request)  # With one more token: a RequestError.
+    """
 
     max_length: int
     """Largest number of tokens of prompt and completion."""
@@ -282,6 +293,10 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
 
     Args:
         max_num_seqs: largest number of running samples.
+
+    Example:
+        >>> sorted(QueueingEngine.__abstractmethods__)
+        ['_check_request', '_num_running', '_remove_running', 'close', 'update_weights']
     """
 
     _HOW_TO_OPEN: ClassVar[str] = "make a new one with from_pretrained"
@@ -365,8 +380,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
                     "finish before sleep"
                 )
             before = self._is_asleep
-            # First, so that no sample starts meanwhile.
-            self._is_asleep = True
+            self._is_asleep = True  # First, so that no sample starts meanwhile.
             keeps = keep_weights and self._has_weights
             try:
                 await self._control("sleep" if keeps else "discard")

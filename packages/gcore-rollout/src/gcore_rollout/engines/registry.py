@@ -38,7 +38,14 @@ PRELOAD_DIFFUSERS = ("gcore_rollout.engines.diffusion.engine", "diffusers.pipeli
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """A kind of engine for a model folder, and what it needs."""
+    """A kind of engine for a model folder, and what it needs.
+
+    Example:
+        >>> kind = EngineKind(make="gcore_rollout.engines.hf.engine:HFEngine", takes_device=True)
+        >>> engine = kind.load().from_pretrained("model", max_num_seqs=8, device="cpu")
+        >>> engine.weight_version
+        0
+    """
 
     make: str
     """``MODULE:CLASS`` with a method ``from_pretrained(model, *, dtype, max_num_seqs, eos_token_ids, ...)``; or of a

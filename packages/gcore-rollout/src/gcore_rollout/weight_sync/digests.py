@@ -180,6 +180,17 @@ class UnmergedWeights:
     """Frozen weights, and adapters that are to be merged into them; see `AdapterWeights`.
 
     Both are made when they are iterated over, by all ranks in this order.
+
+    Example:
+        >>> frozen = {"head.weight": torch.zeros(4, 3)}
+        >>> adapters = {
+        ...     "head.lora_A.default.weight": torch.ones(1, 3),
+        ...     "head.lora_B.default.weight": torch.ones(4, 1),
+        ... }
+        >>> unmerged = UnmergedWeights(frozen=frozen.items, adapters=adapters.items, scaling=2.0)
+        >>> weights = DigestedWeights([("head.weight", torch.full((4, 3), 2.0))], unmerged=unmerged)
+        >>> sum(tensor.numel() for _, tensor in weights.unmerged.adapters())
+        7
     """
 
     frozen: Callable[[], Iterable[tuple[str, "torch.Tensor"]]]
@@ -198,6 +209,14 @@ class DigestedWeights:
             that engines hold in another type cannot be compared. None: float32.
         digests: filled by the source of the weights, while it is iterated over; None: they are made here.
         unmerged: the same weights before their adapters were merged into them; None: there are no adapters.
+
+    Example:
+        >>> weights = DigestedWeights([("head", torch.ones(3))], dtypes=[torch.float32, torch.bfloat16])
+        >>> for name, tensor in weights:
+        ...     print(name, tuple(tensor.shape), sorted(weights.digests[name]))
+        head (3,) ['bfloat16', 'float32']
+        >>> weights.digests["head"]["float32"] == digest(torch.ones(3))
+        True
     """
 
     def __init__(

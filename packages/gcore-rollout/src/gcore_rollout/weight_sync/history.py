@@ -91,7 +91,17 @@ class _Update:
 
 @dataclass(frozen=True, eq=False)
 class WeightHistory:
-    """The weights of a version: whole ones of an earlier version, and all changes since; pickled as references."""
+    """The weights of a version: whole ones of an earlier version, and all changes since; pickled as references.
+
+    Example:
+        >>> async def follow(history: WeightHistory, mirror: WeightMirror) -> str:
+        ...     await history.apply_to(mirror)
+        ...     return f"version {mirror.version}, by {history.sent_bytes} bytes"
+        >>> weights = [("head", torch.empty(3, device="meta"))]  # Other ranks put what is on the meta device.
+        >>> parts = [DeltaSender().put(weights, version=1, base_version=None) for _ in range(2)]
+        >>> WeightHistory.join(parts).version
+        1
+    """
 
     updates: Sequence[_Update]
     digests: Digests = field(default_factory=dict[str, Mapping[str, Digest]])
@@ -167,6 +177,14 @@ class DeltaSender:
     """Sends a rank's part of the weights: whole tensors at first, and then their changes.
 
     It keeps a copy of its tensors in the host's memory, unless they have adapters.
+
+    Example:
+        >>> sender = DeltaSender()
+        >>> weights = [("head", torch.empty(3, device="meta"))]  # Tensors on other devices need a Ray cluster.
+        >>> first = sender.put(weights, version=1, base_version=None)
+        >>> second = sender.put(weights, version=2, base_version=first.next_base).after(first)
+        >>> second.version, second.sent_bytes
+        (2, 0)
     """
 
     def __init__(self) -> None:

@@ -63,6 +63,14 @@ class SharedWeights:
     New weights are then written to a second memory, and the ones after these to the first. Weights are complete before
     an engine takes the first of them, so that a sender which fails half-way leaves every engine with its old ones.
     Linux only.
+
+    Example:
+        >>> shared = SharedWeights()
+        >>> shared.write([("embedding", torch.zeros(4, 2)), ("head", torch.ones(3))])
+        >>> dict(shared)["head"]
+        tensor([1., 1., 1.])
+        >>> engine_weights = {name: tensor.clone() for name, tensor in shared}
+        >>> shared.close()
     """
 
     def __init__(self) -> None:
@@ -216,6 +224,14 @@ class SharedCudaWeights:
 
     Raises:
         ValueError: a tensor is not on a CUDA device.
+
+    Example:
+        >>> def publish(model: torch.nn.Module) -> bytes:
+        ...     return SharedCudaWeights(model.state_dict().items()).handles()
+        >>> publish(torch.nn.Linear(2, 3))
+        Traceback (most recent call last):
+            ...
+        ValueError: weight 'weight' is on cpu; expected a CUDA device
     """
 
     num_writes = 1

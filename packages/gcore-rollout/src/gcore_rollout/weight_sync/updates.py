@@ -36,7 +36,20 @@ B_OF = ".lora_B.default.weight"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdapterWeights:
-    """All adapters of a model at one version."""
+    """All adapters of a model at one version.
+
+    Example:
+        >>> adapters = AdapterWeights(
+        ...     base_version=1,
+        ...     version=2,
+        ...     scaling=2.0,
+        ...     tensors={"head" + A_OF: torch.ones(1, 3), "head" + B_OF: torch.ones(4, 1)},
+        ... )
+        >>> sorted(adapters.layers), adapters.size_bytes
+        (['head'], 28)
+        >>> dict(merge_adapters({"head.weight": torch.zeros(4, 3)}, adapters))["head.weight"][0]
+        tensor([2., 2., 2.])
+    """
 
     base_version: int
     """Version of the frozen weights with which they were trained."""
@@ -255,7 +268,16 @@ def _check_whole(delta: WeightDelta) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FullWeights:
-    """All weights of one version."""
+    """All weights of one version.
+
+    Example:
+        >>> from safetensors.torch import load_file
+        >>> engine = HFEngine.from_pretrained("model")
+        >>> update = FullWeights(version=1, tensors=load_file("model/model.safetensors").items())
+        >>> asyncio.run(WeightMirror(engine).apply(update))
+        >>> engine.weight_version
+        1
+    """
 
     version: int
     tensors: Iterable[tuple[str, torch.Tensor]]
@@ -278,6 +300,16 @@ class WeightMirror:
 
     From now on, the engine is updated through this object alone. Without the ``weights`` that it runs, the first update
     has to be a full one.
+
+    Example:
+        >>> from safetensors.torch import load_file
+        >>> old = load_file("model/model.safetensors")
+        >>> engine = HFEngine.from_pretrained("model")
+        >>> mirror = WeightMirror(engine, old.items())
+        >>> new = {**old, "model.norm.weight": torch.full((128,), 2.0)}
+        >>> asyncio.run(mirror.apply(make_delta(old, new.items(), base_version=0, version=1)))
+        >>> engine.weight_version, dict(mirror)["model.norm.weight"].sum().item()
+        (1, 256.0)
     """
 
     def __init__(

@@ -54,6 +54,13 @@ class WeightReferences:
     Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
     memory and must not be written to. The memory is freed with the last reference and tensor, or, except for tensors in
     use, when the process that put it ends.
+
+    Example:
+        >>> def publish(weights: Iterable[tuple[str, torch.Tensor]], parts: list[WeightReferences]) -> WeightReferences:
+        ...     return WeightReferences.join([WeightReferences.put(weights), *parts])
+        >>> weights = [("head", torch.empty(3, device="meta"))]  # Tensors on other devices need a Ray cluster.
+        >>> dict(publish(weights, []))
+        {}
     """
 
     is_whole = True

@@ -80,6 +80,18 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     Raises:
         UnsupportedModelError: its scheduler has no log-probability, or the pipeline makes something unknown of its
             model's output.
+
+    Example:
+        >>> from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+        >>> model = DiTTransformer2DModel(2, 8, out_channels=4, num_layers=1, sample_size=8)
+        >>> pipeline = DiTPipeline(model, AutoencoderKL(block_out_channels=(32,)), DDIMScheduler(clip_sample=False))
+        >>> engine = DiffusersEngine(pipeline)
+        >>> sampling = ImageSampling(num_inference_steps=4, kernel=DDIM())
+        >>> request = ImageRequest(request_id="a", prompt="7", sampling=sampling)
+        >>> async def main() -> list[tuple[int, ...]]:
+        ...     return [sample.image.shape async for sample in engine.generate([request])]
+        >>> asyncio.run(main())
+        [(8, 8, 3)]
     """
 
     _HOW_TO_OPEN = "make a new one"

@@ -50,7 +50,17 @@ class Transition:
 
 
 class Kernel(ABC):
-    """A step of a sampler."""
+    """A step of a sampler.
+
+    Example:
+        >>> def draw(kernel: Kernel, output: torch.Tensor, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ...     step = kernel(output, latents, torch.tensor(0.8), torch.tensor(0.6))
+        ...     drawn = step.mean + step.std * torch.randn_like(latents)
+        ...     return drawn, step.log_prob(drawn)
+        >>> latents, log_probs = draw(FlowSDE(), torch.zeros(2, 4, 8, 8), torch.ones(2, 4, 8, 8))
+        >>> log_probs.shape
+        torch.Size([2])
+    """
 
     def __call__(
         self,
@@ -81,7 +91,16 @@ class Kernel(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowODE(Kernel):
-    """Euler's step of the probability flow: x + v dt, without noise."""
+    """Euler's step of the probability flow: x + v dt, without noise.
+
+    Example:
+        >>> latents = torch.tensor([[2.0, 4.0]])
+        >>> step = FlowODE()(torch.ones(1, 2), latents, torch.tensor(1.0), torch.tensor(0.5))
+        >>> step.mean
+        tensor([[1.5000, 3.5000]])
+        >>> step.std.item()
+        0.0
+    """
 
     def _transition(
         self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
@@ -108,6 +127,13 @@ class FlowSDE(_NoisyFlow):
     published code has 1 - s' in the denominator. To bound std also just below 1, the denominator here is
     max(1 - s, (1 - s') - 4 (1 - s)): the published one at s = 1, and 1 - s itself where the step is at most four times
     as long as the distance to 1, as it is in samplers. Then std <= 2 a sqrt(s).
+
+    Example:
+        >>> kernel = FlowSDE(noise_level=0.5)
+        >>> step = kernel(torch.ones(1, 2), torch.ones(1, 2), torch.tensor(0.5), torch.tensor(0.25))
+        >>> step.std.item()
+        0.25
+        >>> sampling = ImageSampling(num_inference_steps=10, kernel=kernel, window=(0, 3))
     """
 
     noise_level: float = 0.7
@@ -128,6 +154,12 @@ class DanceSDE(_NoisyFlow):
     """DanceGRPO's (arXiv 2505.07818, eq. 8): the same family of SDEs with a constant g = eta.
 
     mean = x + v dt + eta^2 / 2 (x - (1 - s) x_0) / s^2 dt, with x_0 = x - s v; std = eta sqrt(-dt).
+
+    Example:
+        >>> kernel = DanceSDE(noise_level=0.5)
+        >>> step = kernel(torch.ones(1, 2), torch.ones(1, 2), torch.tensor(0.5), torch.tensor(0.25))
+        >>> step.std.item()
+        0.25
     """
 
     noise_level: float = 0.3
@@ -149,6 +181,14 @@ class FlowCPS(_NoisyFlow):
 
     std = s' sin(eta pi / 2), mean = (1 - s') x_0 + sqrt(s'^2 - std^2) e, with x_0 = x - s v and e = x + (1 - s) v. The
     last step, to s' = 0, has no noise.
+
+    Example:
+        >>> kernel = FlowCPS(noise_level=1.0)
+        >>> step = kernel(torch.ones(1, 2), torch.ones(1, 2), torch.tensor(0.5), torch.tensor(0.25))
+        >>> step.std.item()
+        0.25
+        >>> step.log_prob(step.mean + 2)  # The negative squared error.
+        tensor([-4.])
     """
 
     noise_level: float = 0.7
@@ -178,6 +218,14 @@ class DDIM(Kernel):
 
     With a = alpha-bar: std = eta sqrt((1 - a') / (1 - a)) sqrt(1 - a / a'), mean = sqrt(a') x_0 + sqrt(1 - a' - std^2)
     e. To a' = 1 there is no noise.
+
+    Example:
+        >>> latents = torch.ones(1, 2)
+        >>> output = torch.zeros(1, 2)
+        >>> DDIM(eta=0.0)(output, latents, torch.tensor(0.25), torch.tensor(0.64)).mean
+        tensor([[1.6000, 1.6000]])
+        >>> round(DDIM(eta=1.0)(output, latents, torch.tensor(0.25), torch.tensor(0.64)).std.item(), 4)
+        0.5408
     """
 
     eta: float = 1.0

@@ -29,7 +29,17 @@ ImageFinishReason = Literal["stop", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling:
-    """Settings of denoising."""
+    """Settings of denoising.
+
+    Example:
+        >>> sampling = ImageSampling(num_inference_steps=10, kernel=FlowSDE(), window=(0, 3))
+        >>> sampling.suits(replace(sampling, window=(4, 7)))
+        True
+        >>> ImageSampling(num_inference_steps=10, window=(8, 12))
+        Traceback (most recent call last):
+            ...
+        gcore_rollout.errors.RequestError: window is (8, 12); expected 0 <= first < end <= num_inference_steps=10
+    """
 
     num_inference_steps: int
     guidance_scale: float = 1.0
@@ -81,7 +91,16 @@ class ImageSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRequest(AnyRequest):
-    """One prompt for which ``n`` images are to be made. An aborted image cannot be continued."""
+    """One prompt for which ``n`` images are to be made. An aborted image cannot be continued.
+
+    Example:
+        >>> sampling = ImageSampling(num_inference_steps=10)
+        >>> request = ImageRequest(request_id="a", prompt="a red cube", n=4, seed=1, sampling=sampling)
+        >>> request.part([1, 3]).sample_indices
+        (1, 3)
+        >>> request.fits(ImageRequest(request_id="b", prompt="a blue cube", sampling=sampling))
+        True
+    """
 
     prompt: str
     """The text; for a class-conditional pipeline, the name or number of a class."""
@@ -133,6 +152,18 @@ class Trajectory:
     """The K recorded steps of one image, as needed to compute them again; latents have any shape [...].
 
     Latents are in the data type of the model that they were passed to, if they were rounded to it.
+
+    Example:
+        >>> latents = np.ones((2, 4), np.float32)
+        >>> numbers = {"levels": np.float32([0.8, 0.6]), "next_levels": np.float32([0.6, 0.4]), "steps": np.arange(2)}
+        >>> arrays = {"latents": latents, "next_latents": latents, "means": latents, "log_probs": latents[:, 0]}
+        >>> recorded = Trajectory(timesteps=np.float32([800, 600]), **arrays, **numbers)
+        >>> latents, next_latents, levels, next_levels = map(
+        ...     torch.from_numpy, (recorded.latents, recorded.next_latents, recorded.levels, recorded.next_levels)
+        ... )
+        >>> output = torch.zeros(2, 4)  # What the trained model makes of the latents.
+        >>> FlowSDE()(output, latents, levels, next_levels).log_prob(next_latents).shape
+        torch.Size([2])
     """
 
     latents: NDArray[Any]
@@ -155,7 +186,19 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageSample(AnySample):
-    """One image and its trajectory."""
+    """One image and its trajectory.
+
+    Example:
+        >>> from PIL import Image
+        >>> def save(sample: ImageSample) -> None:
+        ...     if sample.finish_reason == "stop":
+        ...         Image.fromarray(sample.image).save(f"{sample.request_id}_{sample.index}.png")
+        >>> sampling = ImageSampling(num_inference_steps=10)
+        >>> aborted = ImageRequest(request_id="cube", prompt="a red cube", sampling=sampling).aborted(0)
+        >>> save(replace(aborted, image=np.zeros((8, 16, 3), np.uint8), finish_reason="stop"))
+        >>> Image.open("cube_0.png").size
+        (16, 8)
+    """
 
     image: NDArray[np.uint8]
     """[H, W, 3], or of a video's frames [F, H, W, 3]; empty if it was cut short."""

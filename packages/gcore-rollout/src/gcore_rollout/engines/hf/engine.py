@@ -148,6 +148,20 @@ class HFEngine(QueueingEngine[Request, Completion]):
 
     A continued sample draws the tokens that it would have drawn without the abort. `sleep` drops keys and values, frees
     weights that need not be kept, and moves others from a GPU to the host's memory.
+
+    Example:
+        >>> import asyncio
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained("model")
+        >>> engine = HFEngine.from_pretrained("model", max_num_seqs=4)
+        >>> prompt = tuple(tokenizer.encode("1 + 2 ="))
+        >>> request = Request(request_id="sum", prompt_token_ids=prompt, n=2, sampling=SamplingParams(max_tokens=3))
+        >>> async def main() -> list[tuple[int, ...]]:
+        ...     shapes = [completion.log_probs.shape async for completion in engine.generate([request])]
+        ...     await engine.close()
+        ...     return shapes
+        >>> asyncio.run(main())
+        [(3,), (3,)]
     """
 
     _LENGTH_STEP = 64  # Space for keys and values grows by as many tokens.

@@ -41,6 +41,15 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     The process ends with this one, however that ends, and leaves nothing. It is bound to the event loop in which it was
     started, and ends with it. Linux only.
+
+    Example:
+        >>> from functools import partial
+        >>> async def count_tokens(path: str, request: Request) -> int:
+        ...     engine = await EngineProcess.start(partial(HFEngine.from_pretrained, path), num_threads=2)
+        ...     try:
+        ...         return sum([completion.work async for completion in engine.generate([request])])
+        ...     finally:
+        ...         await engine.close()
     """
 
     _HOW_TO_OPEN = "start a new one"

@@ -43,7 +43,17 @@ Factory = Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]]
 
 @dataclass(frozen=True)
 class EngineHandle:
-    """An actor of a Ray cluster and the factory of its engine; can be passed to other processes of the cluster."""
+    """An actor of a Ray cluster and the factory of its engine; can be passed to other processes of the cluster.
+
+    Example:
+        >>> from functools import partial
+        >>> judge = partial(HFEngine.from_pretrained, "model")
+        >>> handle = EngineHandle(actor=None, factory=b"makes the policy").lendable("policy", {"judge": judge})
+        >>> sorted(handle.factories)
+        ['judge', 'policy']
+        >>> handle.lent("judge").lent("policy").factory
+        b'makes the policy'
+    """
 
     actor: Any
     factory: bytes
@@ -124,6 +134,16 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     Attributes:
         handle: The handle of the actor.
         making_s: Seconds that it took the actor to make the engine.
+
+    Example:
+        >>> from functools import partial
+        >>> async def count_tokens(path: str, request: Request) -> int:
+        ...     handle = start_engine_actor(partial(HFEngine.from_pretrained, path), num_cpus=2)
+        ...     engine = await RayEngine.connect(handle)
+        ...     num_tokens = sum([completion.work async for completion in engine.generate([request])])
+        ...     await engine.close()
+        ...     await end_engine_actor(handle)
+        ...     return num_tokens
     """
 
     _HOW_TO_OPEN = "connect again"

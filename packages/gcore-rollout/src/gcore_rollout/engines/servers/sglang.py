@@ -38,6 +38,13 @@ class SGLangServerEngine(ServerEngine):
     server's own record; in these two cases, it is the one seen from here.
 
     See `ServerEngine` for the loss of the server, and for its exclusive use.
+
+    Example:
+        >>> async def count_tokens(url: str, request: Request) -> int:
+        ...     engine = SGLangServerEngine.connect(url, model_path="model", weights_dir="/dev/shm")
+        ...     num_tokens = sum([completion.work async for completion in engine.generate([request])])
+        ...     await engine.close()
+        ...     return num_tokens
     """
 
     _GENERATE_PATH: ClassVar[str] = "/generate"

@@ -34,6 +34,13 @@ class SGLangEngine(SGLangServerEngine):
     server ends with this process, even if that is killed; if the server dies, so does the engine.
 
     See `SGLangServerEngine` for what SGLang does otherwise than other engines.
+
+    Example:
+        >>> def load(path: str) -> SGLangEngine:
+        ...     options = ["--enable-deterministic-inference"]
+        ...     return SGLangEngine.from_pretrained(path, server_python="sglang/bin/python", server_args=options)
+        >>> async def count_tokens(engine: SGLangEngine, request: Request) -> int:
+        ...     return sum([completion.work async for completion in engine.generate([request])])
     """
 
     _server: LocalServer | None = None

@@ -34,6 +34,13 @@ class VLLMServerEngine(ServerEngine):
     record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs less.
 
     See `ServerEngine` for the loss of the server, and for its exclusive use.
+
+    Example:
+        >>> async def count_tokens(url: str, request: Request) -> int:
+        ...     engine = VLLMServerEngine.connect(url, model_path="model", weights_dir="/dev/shm")
+        ...     num_tokens = sum([completion.work async for completion in engine.generate([request])])
+        ...     await engine.close()
+        ...     return num_tokens
     """
 
     _GENERATE_PATH: ClassVar[str] = "/inference/v1/generate"

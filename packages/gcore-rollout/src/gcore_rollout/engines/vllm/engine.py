@@ -69,6 +69,12 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         config: vLLM's; use `from_pretrained`.
         shapes: names and shapes of the checkpoint's tensors, against which new weights are checked.
         vision: reads images for the model; None: it takes none.
+
+    Example:
+        >>> def load(path: str) -> VLLMEngine:
+        ...     return VLLMEngine.from_pretrained(path, max_model_len=4096, gpu_memory_utilization=0.5)
+        >>> async def count_tokens(engine: VLLMEngine, request: Request) -> int:
+        ...     return sum([completion.work async for completion in engine.generate([request])])
     """
 
     # vLLM keeps its process groups in module globals: they go with the last engine, and only if they came with one.

@@ -170,7 +170,15 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 class TiedHeadWorker:
-    """Methods that ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds to vLLM's workers."""
+    """Methods that ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds to vLLM's workers.
+
+    Example:
+        >>> import shlex
+        >>> command = ["vllm", "serve", "model", "--enable-scale-out"]
+        >>> command += ["--worker-extension-cls", f"gcore_rollout.{TiedHeadWorker.__name__}"]
+        >>> shlex.join(command)
+        'vllm serve model --enable-scale-out --worker-extension-cls gcore_rollout.TiedHeadWorker'
+    """
 
     model_runner: Any
 
