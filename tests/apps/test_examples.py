@@ -61,7 +61,7 @@ def test_there_are_these_examples() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_short_and_imports_roots(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= 80
+    assert len(text.splitlines()) <= 100
     tree = ast.parse(text)
     assert f"uv run python examples/{name}.py" in (ast.get_docstring(tree) or "")
     modules = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]

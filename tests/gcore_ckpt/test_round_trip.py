@@ -236,6 +236,19 @@ class Point(NamedTuple):
     y: float
 
 
+class Span(NamedTuple("Span", [("first", int), ("last", int)])):
+    """Made from text."""
+
+    def __new__(cls, text: str) -> "Span":
+        first, last = map(int, text.split("-"))
+        return super().__new__(cls, first, last)
+
+
+def test_a_named_tuple_may_be_made_from_other_values() -> None:
+    tensor = torch.ones(2)
+    assert_same(round_trip({"span": Span("3-5"), "x": tensor}), {"span": (3, 5), "x": tensor})
+
+
 def test_subclasses_come_back_as_what_they_equal() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     state = {

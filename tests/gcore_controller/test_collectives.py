@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 from runtimes import Ctx, Run, inline, over_messages, simulated
 
-from gcore_controller import Collectives, InlineCollectives
+from gcore_controller import Collectives, InlineCollectives, run_inline
 from gcore_controller.collectives.peer import Message, Part, PeerCollectives, PeerFailed
 from gcore_controller.errors import (
     CollectiveError,
@@ -478,6 +478,23 @@ def test_a_program_that_cancels_itself_is_named(run: Run) -> None:
         match=r"^the program of controller 1 was cancelled from within: it awaited",
     ):
         run(program, SIZE)
+
+
+async def test_a_cancelled_run_raises_that() -> None:
+    """Whatever a program raises as it ends."""
+
+    async def program(ctx: Ctx) -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            raise OSError
+
+    running = asyncio.create_task(run_inline(program, roles=None, world_size=SIZE))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 def test_collectives_end_with_the_program(run: Run) -> None:

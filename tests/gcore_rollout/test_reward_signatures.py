@@ -182,10 +182,8 @@ async def test_lists_have_all_calls_that_wait(batches: Path) -> None:
     failed = await asyncio.gather(
         *(few.score(prompt="p", completion=text, row=ROW) for text in "ab")
     )
-    assert all(
-        "returned 1 scores; expected one for each of 2" in str(getattr(one, "error", ""))
-        for one in failed
-    )
+    message = "returned 1 scores; expected one for each of 2"
+    assert all(isinstance(one, RewardError) and message in str(one) for one in failed)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ CYCLES: list[tuple[str, ...]] = []
 FULL_FOLDERS: dict[str, int] = {}
 LONG_FILES: dict[str, int] = {}
 DEEP_IMPORTS: dict[str, int] = {
-    "gcore-bench": 9,
+    "gcore-bench": 10,
     "gcore-diffusion": 0,
     "gcore-llm": 0,
     "gcore-runs": 0,

@@ -41,8 +41,9 @@ def test_figures_of_gcore_are_those_of_its_metrics() -> None:
         "score": 0.5,
         "mean_length": 3.0,
     }
-    assert read_step(metrics, 1.5) == step
-    assert read_step(metrics | {"timing_s/reward": 0.125}, 1.5)["gen_s"] == 0.875
+    assert read_step(metrics, step_s=2.0, cpu_s=1.5) == step
+    rewarded = read_step(metrics | {"timing_s/reward": 0.125}, step_s=2.0, cpu_s=1.5)
+    assert rewarded["gen_s"] == 0.875
 
 
 def test_seconds_are_medians_over_steps() -> None:

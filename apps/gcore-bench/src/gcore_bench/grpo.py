@@ -199,15 +199,15 @@ def run_gcore(spec: Spec) -> list[Step]:
     from gcore_llm.training import train
     from gcore_runs import Display, read_jsonl
 
-    cpu_s = [time.process_time()]
+    ends_s = [(time.perf_counter(), time.process_time())]
 
     class TimedDisplay(Display):
-        """Notes the processor's seconds at the end of each step."""
+        """Notes the clock's and the processor's seconds at the end of each step."""
 
         def show_progress(
             self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step"
         ) -> None:
-            cpu_s.append(time.process_time())
+            ends_s.append((time.perf_counter(), time.process_time()))
             super().show_progress(step, cells, unit=unit)
 
     config = parse_train(spec.options["words"])
@@ -217,16 +217,17 @@ def run_gcore(spec: Spec) -> list[Step]:
         run = train(config, display)
     rows = [row for row in read_jsonl(run.run / "metrics.jsonl") if "timing_s/step" in row]
     steps: list[Step] = []
-    for row, before_s, after_s in zip(rows, cpu_s, cpu_s[1:], strict=False):
-        steps.append(read_step(row, after_s - before_s))
+    for row, before_s, after_s in zip(rows, ends_s, ends_s[1:], strict=False):
+        step_s = after_s[0] - before_s[0]
+        steps.append(read_step(row, step_s=step_s, cpu_s=after_s[1] - before_s[1]))
     return steps
 
 
-def read_step(row: Mapping[str, float], cpu_s: float) -> Step:
-    """Return the figures of a step of gcore from its metrics, and the processor's seconds."""
+def read_step(row: Mapping[str, float], *, step_s: float, cpu_s: float) -> Step:
+    """Return the figures of a step of gcore from its metrics, and the seconds since the end of the step before."""
     gen_s = row["timing_s/gen"] + row.get("timing_s/reward", 0.0) + row["timing_s/sync"]
     return {
-        "step_s": row["timing_s/step"],
+        "step_s": step_s,
         "cpu_s": cpu_s,
         "gen_s": gen_s,
         "train_s": row["timing_s/train"],
@@ -367,13 +368,16 @@ def run_trl(spec: Spec) -> list[Step]:
             return inputs
 
     class Callback(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self._start_step()
+
+        def _start_step(self) -> None:
             trainer.gen_s = 0.0
             self._start_s = time.perf_counter()
             self._start_cpu_s = time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            """Called when the optimizer has stepped."""
+            """Called when the optimizer has stepped; the next step begins here."""
             step_s = time.perf_counter() - self._start_s
             step = {
                 "step_s": step_s,
@@ -386,6 +390,7 @@ def run_trl(spec: Spec) -> list[Step]:
             steps.append(step)
             scores.clear()
             lengths.clear()
+            self._start_step()
 
     workload = WORKLOADS[spec.part]
     config = resolve(parse_train(spec.options["words"]))

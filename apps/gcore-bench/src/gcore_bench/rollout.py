@@ -238,15 +238,16 @@ async def _measure(spec: Spec, options: RolloutOptions) -> Figures:
     else:
         engine = await _start_engine(name, model, max_num_seqs, options.threads)
         generate = partial(collect, engine)
-    length = min(options.max_response_length, _WARMUP_TOKENS)
-    await generate(make_requests(replace(options, max_response_length=length)))
-    pids = [os.getpid()]
-    if name.endswith("-process"):
-        pids.append(engine.pid)
-    figures = await measure_generate(generate, make_requests(options), pids)
-    if engine is not None:
-        await engine.close()
-    return figures
+    try:
+        length = min(options.max_response_length, _WARMUP_TOKENS)
+        await generate(make_requests(replace(options, max_response_length=length)))
+        pids = [os.getpid()]
+        if name.endswith("-process"):
+            pids.append(engine.pid)
+        return await measure_generate(generate, make_requests(options), pids)
+    finally:
+        if engine is not None:
+            await engine.close()
 
 
 async def _start_engine(name: str, model: Path, max_num_seqs: int, threads: int) -> Any:

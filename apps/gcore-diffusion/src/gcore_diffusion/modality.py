@@ -374,8 +374,8 @@ async def _add_reference_pass(
     scores = await _score_updates(ctx, "reference", updates)
     for update in updates:
         for batch in update:
-            for index, score in enumerate(next(scores)):
-                batch[index] = replace(batch[index], ref_means=score.means)
+            pairs = zip(batch, next(scores), strict=True)
+            batch[:] = [replace(sample, ref_means=score.means) for sample, score in pairs]
 
 
 async def _replace_old_pass(
@@ -390,11 +390,14 @@ async def _replace_old_pass(
     distances: list[NDArray[np.floating]] = [np.zeros(0)]
     for update in updates:
         for batch in update:
-            for index, score in enumerate(next(scores)):
-                sample = batch[index]
+            rescored: list[DiffusionSample] = []
+            for sample, score in zip(batch, next(scores), strict=True):
                 assert sample.old_log_probs is not None
                 distances.append(np.abs(np.expm1(score.log_probs - sample.old_log_probs)))
-                batch[index] = replace(sample, old_log_probs=score.log_probs, old_means=score.means)
+                rescored.append(
+                    replace(sample, old_log_probs=score.log_probs, old_means=score.means)
+                )
+            batch[:] = rescored
     all_distances = await ctx.group.all_gather(np.concatenate(distances))
     return float(np.concatenate(all_distances).mean())
 

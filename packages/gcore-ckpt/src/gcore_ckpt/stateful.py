@@ -4,7 +4,7 @@ A save replaces each by its `state_dict()`. A load gives its `load_state_dict` a
 that its `state_dict()` holds are filled where they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -65,9 +65,17 @@ def _replace_objects(
         return replacement(state)
     if not isinstance(state, dict | list | tuple) or depth > MAX_DEPTH:
         return state  # what is nested too deeply is refused by `tree.encode`, with the path
-    return _map_children(
+    replaced = _map_children(
         cast("State", state), lambda _, value: _replace_objects(value, replacement, depth + 1)
     )
+    for before, after in zip(_children(state), _children(replaced), strict=True):
+        if after is not before:
+            return replaced
+    return cast("State", state)
+
+
+def _children(state: Any) -> Iterable[State]:
+    return state.values() if isinstance(state, dict) else state
 
 
 def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
@@ -86,7 +94,7 @@ def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
 def like_sequence(sequence: State, items: list[State]) -> State:
     """Return a list, a tuple or a named tuple of these items, whichever `sequence` is."""
     if hasattr(sequence, "_fields"):
-        return type(sequence)(*items)
+        return cast(Any, type(sequence))._make(items)
     if isinstance(sequence, list):
         return items
     return tuple(items)

@@ -446,6 +446,18 @@ def test_units_and_meanings(name: str) -> None:
     assert {setting: found.get(setting) for setting in expected} == expected
 
 
+def test_keys_need_not_be_text(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("actor_rollout_ref: {model: {override_config: {id2label: {0: bad}}}}")
+    converted = from_verl(N8, config=str(config))
+    assert "actor_rollout_ref.model.override_config.id2label.0" in verdicts(converted)
+
+
+def test_a_number_may_be_written_as_text() -> None:
+    converted = from_verl(N8, f"{ROLLOUT}.max_num_batched_tokens='4096'")
+    assert settings(converted)["rollout.engine_options"] == {"max_num_batched_tokens": 4096}
+
+
 MISSING = {
     f"{ROLLOUT}.top_p": "0.9",
     f"{ROLLOUT}.top_k": "50",

@@ -246,7 +246,9 @@ def start_server(threads: int, *, preload: Sequence[str] = _TRAINING, **variable
 def run_processes(specs: Sequence[Spec]) -> _Rows:
     """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
     folder = Path(specs[0].folder)
-    (folder / "store").unlink(missing_ok=True)
+    # Those of a run before are no result of this one.
+    for stale in (folder / "store", folder / "failure", *map(_result_file, specs)):
+        stale.unlink(missing_ok=True)
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_work_forked, args=(spec,)) for spec in specs]
     try:

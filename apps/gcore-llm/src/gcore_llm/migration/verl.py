@@ -20,7 +20,7 @@ from gcore_llm.migration.conversion import (
 from gcore_llm.migration.inputs import SourceConfig
 from gcore_rollout import VLLM_RESERVED
 from gcore_runs.migration.keys import Key, find_key, read_keys
-from gcore_runs.settings.checks import flatten
+from gcore_runs.settings.checks import convert_value, flatten
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -290,7 +290,8 @@ def _engine_options(c: Conversion) -> None:
     experts = f"{ROLLOUT}.expert_parallel_size"
     quantization = f"{ROLLOUT}.quantization"
     batched = f"{ROLLOUT}.max_num_batched_tokens"
-    options: dict[str, Any] = {"max_num_batched_tokens": c.get(batched)}
+    tokens = convert_value(batched, c.get(batched), int | None)
+    options: dict[str, Any] = {"max_num_batched_tokens": tokens}
     sources = [batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True

@@ -297,7 +297,7 @@ def flatten(
     """Return every value by its dotted name; a mapping is a value if it is empty, or one of the ``leaves``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        name = prefix + key
+        name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and name not in leaves:
             flat |= flatten(value, leaves, f"{name}.")
         else:

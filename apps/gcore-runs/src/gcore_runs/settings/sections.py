@@ -436,7 +436,9 @@ class LocalEngineConfig(Checked):
             check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
-        tokens: Any = self.max_num_batched_tokens
+        tokens: Any = None
+        if _BATCHED_TOKENS in self.kind.engine_options:
+            tokens = self.max_num_batched_tokens
         is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 1
         if tokens is not None and not is_count:
             raise UserError(

@@ -209,10 +209,12 @@ class SavePipeline:
             return [later_step for later_step in steps if later_step > step]
 
         def set_aside() -> None:
-            with writing(f"rolling {self._tiers} back to step {step} failed"), call.working():
+            with writing(f"rolling {self._tiers} back to step {step} failed"):
                 for open_tier in self._list_led():
-                    steps_here = self._steps_here(open_tier)
-                    open_tier.storage.set_aside([later for later in steps if later in steps_here])
+                    with call.working():
+                        steps_here = self._steps_here(open_tier)
+                        later_steps = [later for later in steps if later in steps_here]
+                        open_tier.storage.set_aside(later_steps)
 
         steps = root_decides(self._planning, find_later)
         exchange(self._planning, set_aside, lambda values: values)
@@ -231,10 +233,11 @@ class SavePipeline:
                 self._check_exists(step, "delete")
 
         def remove() -> None:
-            with writing(f"deleting step {step} from {self._tiers} failed"), call.working():
+            with writing(f"deleting step {step} from {self._tiers} failed"):
                 for open_tier in self._list_led():
-                    if step in self._steps_here(open_tier):
-                        open_tier.storage.remove(step)
+                    with call.working():
+                        if step in self._steps_here(open_tier):
+                            open_tier.storage.remove(step)
 
         root_decides(self._planning, check)
         exchange(self._planning, remove, lambda values: values)

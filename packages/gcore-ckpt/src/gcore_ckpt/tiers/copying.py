@@ -56,6 +56,7 @@ def copy_step(step: int, source: Storage, target: Storage, group: RankGroup) -> 
                 reader.check_file(name, data)
                 target.write_file(attempt, name, [data])
                 copied["sizes"][name] = len(data)
+                del data  # before there is memory for the next file
         return copied
 
     def commit(copies: Sequence[Mapping[str, Any]]) -> list[None]:

@@ -50,6 +50,7 @@ def exchange_copies(
             buffer = allocate(size_bytes).data
             note_error(partial(read, name, buffer))
             group.send_from(buffer, target)
+            del buffer  # before there is memory for the next file
 
     def receive(source: int) -> None:
         coming: dict[str, int] = json.loads(group.receive(source))
@@ -57,6 +58,7 @@ def exchange_copies(
             buffer = allocate(size_bytes).data
             group.receive_into(buffer, source)
             note_error(partial(write, validation.plain_name(name), buffer))
+            del buffer
         received.update(coming)
 
     # In turn: of ranks that send to one other at a time, none waits for itself in a circle.

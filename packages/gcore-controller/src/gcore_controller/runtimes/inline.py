@@ -210,9 +210,11 @@ class InlineRun(Generic[RolesT, ResultT]):
         loop = asyncio.get_running_loop()
         for _ in range(self.world_size):
             self.timers.append(StageTimer(loop.time))
-        if timeout_s is None:
-            return await self._run_all()
-        return await run_until_done(self._run_all(), self._deadline(timeout_s))
+        watchers: list[Coroutine[Any, Any, Any]] = []
+        if timeout_s is not None:
+            watchers.append(self._deadline(timeout_s))
+        # Cancelled, it raises that, whatever the controllers raise as they end.
+        return await run_until_done(self._run_all(), *watchers)
 
     async def _run_all(self) -> list[ResultT]:
         running: list[asyncio.Task[ResultT]] = []

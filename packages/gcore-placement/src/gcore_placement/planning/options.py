@@ -1,6 +1,6 @@
 """The engines and training layouts of a job: their costs, by shapes and data sheets, and their memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Self
 
@@ -30,7 +30,6 @@ from gcore_placement.planning.memory import (
     Bytes,
     EngineMemory,
     TrainingState,
-    offloaded_optimizer_bytes,
     resident_state,
     total,
     training_memory,
@@ -444,7 +443,8 @@ class TrainingOptions:
         self.host_bytes = np.zeros(len(self.layouts))
         """Bytes in the host's memory at all times: of an optimizer that is offloaded, and of the gradients it gets."""
         if state.offload != "none":
-            self.host_bytes = offloaded_optimizer_bytes(self.memory["gradients"], job, state)
+            on_devices = training_memory(job, self.layouts, state=replace(state, offload="none"))
+            self.host_bytes = on_devices["optimizer"] + on_devices["gradients"]
         laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
         self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(
