@@ -132,6 +132,11 @@ TOLERANCE = {"rel_tol": 2e-3, "abs_tol": 1e-4}
 Columns = dict[str, list[float | None]]
 
 
+def records(name: str) -> list[Path]:
+    """Return the records of a run: one, and further ones of machines with the same fingerprint that round otherwise."""
+    return sorted(FOLDER.glob(f"{name}.json")) + sorted(FOLDER.glob(f"{name}.[0-9].json"))
+
+
 def fingerprint() -> dict[str, str]:
     """Return what decides how a run in one thread rounds."""
     import torch
