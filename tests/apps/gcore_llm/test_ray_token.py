@@ -226,7 +226,9 @@ def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) ->
 
 def test_the_token_of_a_new_cluster_is_for_its_user_alone(tmp_path: Path) -> None:
     """Ray by itself writes it to a file that all users can read."""
-    assert run("", HOME=str(tmp_path)) == "[[0, 1], [0, 1]]"
+    with tempfile.TemporaryDirectory() as folder:
+        # In Ray's usual folder it would find the cluster that another test has started on this machine.
+        assert run("", HOME=str(tmp_path), RAY_TMPDIR=folder) == "[[0, 1], [0, 1]]"
     token = tmp_path / ".ray/auth_token"
     assert len(token.read_text()) == 64
     assert token.stat().st_mode & 0o777 == 0o600
