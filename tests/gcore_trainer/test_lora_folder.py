@@ -22,7 +22,7 @@ from gcore_trainer import (
     ParallelConfig,
     PolicyLossConfig,
     PolicyObjective,
-    RewardModelConfig,
+    RewardModelLossConfig,
     RewardModelObjective,
     Sample,
     TorchTrainer,
@@ -121,7 +121,7 @@ def test_the_head_of_a_reward_model_learns_too(qwen2: Path, tmp_path: Path) -> N
 
     def make(lora: LoRAConfig) -> TorchTrainer:
         packed = PackedValueModel.from_pretrained(qwen2, lora=lora)
-        objective = RewardModelObjective(RewardModelConfig())
+        objective = RewardModelObjective(RewardModelLossConfig())
         return TorchTrainer(packed, optimizer=OPTIMIZER, objective=objective)
 
     trainer = make(LoRAConfig(rank=2, alpha=4))

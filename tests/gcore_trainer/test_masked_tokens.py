@@ -27,7 +27,7 @@ from gcore_trainer import (
     PolicyLossConfig,
     PolicyObjective,
     RewardKL,
-    RewardModelConfig,
+    RewardModelLossConfig,
     RewardModelObjective,
     RolloutCorrectionConfig,
     Sample,
@@ -216,7 +216,11 @@ def test_preferences_and_supervision(
         s.response_mask[-1] = True
     for packed, objective, pairs in (
         (policy, DPOObjective(DPOConfig(loss_type=loss_type)), samples),
-        (critic, RewardModelObjective(RewardModelConfig()), [scored_at_end(s) for s in samples]),
+        (
+            critic,
+            RewardModelObjective(RewardModelLossConfig()),
+            [scored_at_end(s) for s in samples],
+        ),
     ):
         clean = outcome(packed, objective, [pairs])
         dirty = outcome(packed, objective, [poisoned(pairs, rng)])

@@ -22,7 +22,7 @@ from gcore_trainer import (
     PackedValueModel,
     PolicyLossConfig,
     PolicyObjective,
-    RewardModelConfig,
+    RewardModelLossConfig,
     RewardModelObjective,
     Sample,
     SFTObjective,
@@ -142,7 +142,7 @@ def test_the_reward_model_loss(classifier: Path) -> None:
     chosen, rejected = rewards[0::2], rewards[1::2]
     expected = (-(chosen - rejected).sigmoid().log() + 0.01 * (chosen + rejected) ** 2).mean()
     trainer = make_trainer(
-        classifier, RewardModelObjective(RewardModelConfig(center_rewards_coefficient=0.01))
+        classifier, RewardModelObjective(RewardModelLossConfig(center_rewards_coefficient=0.01))
     )
     scored = [scored_at_end(s) for s in pairs]
     metrics = trainer.train_step([scored[:2], scored[2:]])
@@ -152,7 +152,7 @@ def test_the_reward_model_loss(classifier: Path) -> None:
 
 
 def test_a_reward_model_learns_to_rank(llama: Path) -> None:
-    objective = RewardModelObjective(RewardModelConfig())
+    objective = RewardModelObjective(RewardModelLossConfig())
     trainer = make_trainer(llama, objective, OptimizerConfig(lr=1e-2))
     scored = [scored_at_end(s) for s in make_pairs(0)]
     first = trainer.train_step([scored])
@@ -223,7 +223,7 @@ def test_what_an_objective_lacks_is_named(llama: Path, classifier: Path) -> None
         BatchError, match=r"^ref_log_probs is None; expected an array for every sample, which DPO"
     ):
         dpo.train_step([samples[:2]])
-    reward = make_trainer(classifier, RewardModelObjective(RewardModelConfig()))
+    reward = make_trainer(classifier, RewardModelObjective(RewardModelLossConfig()))
     with pytest.raises(BatchError, match=r"^response_mask has 33 tokens; expected exactly one"):
         reward.train_step([[replace(s, response_mask=None) for s in samples[:2]]])
     with pytest.raises(

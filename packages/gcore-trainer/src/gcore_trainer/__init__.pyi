@@ -48,7 +48,7 @@ from .config import (
     ParallelConfig as ParallelConfig,
     PolicyLossConfig as PolicyLossConfig,
     RewardKL as RewardKL,
-    RewardModelConfig as RewardModelConfig,
+    RewardModelLossConfig as RewardModelLossConfig,
     RolloutCorrectionConfig as RolloutCorrectionConfig,
     ValueLossConfig as ValueLossConfig,
     has_dual_clip as has_dual_clip,

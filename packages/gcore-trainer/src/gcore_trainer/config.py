@@ -411,11 +411,11 @@ class DPOConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(Checked):
+class RewardModelLossConfig(Checked):
     """Bradley-Terry training of a reward model.
 
     Example:
-        >>> RewardModelConfig(center_rewards_coefficient=0.01).center_rewards_coefficient
+        >>> RewardModelLossConfig(center_rewards_coefficient=0.01).center_rewards_coefficient
         0.01
     """
 

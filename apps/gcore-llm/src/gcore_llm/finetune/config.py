@@ -28,7 +28,7 @@ from gcore_trainer import (
     LRSchedulerType,
     OptimizerConfig,
     OptimizerName,
-    RewardModelConfig,
+    RewardModelLossConfig,
 )
 
 
@@ -234,7 +234,7 @@ class RewardModelRunConfig(PairsConfig):
 
     command: Annotated[Literal["reward-model"], tyro.conf.Suppress] = "reward-model"
     name: str = "reward-model"
-    loss: RewardModelConfig = field(default_factory=RewardModelConfig)
+    loss: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

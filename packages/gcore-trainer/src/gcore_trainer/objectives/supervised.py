@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from gcore_trainer.config import DPOConfig, DPOLossType, RewardModelConfig
+from gcore_trainer.config import DPOConfig, DPOLossType, RewardModelLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.objectives.objective import (
     BatchTotals,
@@ -223,7 +223,7 @@ class RewardModelObjective(Objective[torch.Tensor]):
     means over pairs: ``rm/loss``, ``rm/accuracy``, ``rm/chosen_reward``, ``rm/rejected_reward`` and ``rm/margin``.
 
     Example:
-        >>> objective = RewardModelObjective(RewardModelConfig(center_rewards_coefficient=0.01))
+        >>> objective = RewardModelObjective(RewardModelLossConfig(center_rewards_coefficient=0.01))
         >>> chosen = scored_at_end(Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 2])))
         >>> rejected = scored_at_end(Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([9, 2])))
         >>> objective.check([[chosen, rejected]])
@@ -232,7 +232,7 @@ class RewardModelObjective(Objective[torch.Tensor]):
     scores = "values"
     loss_name = "rm/loss"
 
-    def __init__(self, config: RewardModelConfig) -> None:
+    def __init__(self, config: RewardModelLossConfig) -> None:
         self._config = config
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
