@@ -111,11 +111,11 @@ def test_a_state_of_other_data_is_refused() -> None:
     for state, message in (
         (
             PromptLoader([1, 2], seed=0).state(),
-            "num_rows of the saved position is 2; expected 3, as this data set has",
+            "num_rows of the saved position is 2; expected 3",
         ),
         (
             PromptLoader([1, 2, 3], seed=9).state(),
-            "seed of the saved position is 9; expected 0, as this data set has",
+            "seed of the saved position is 9; expected 0",
         ),
     ):
         with pytest.raises(ControllerError, match=message):

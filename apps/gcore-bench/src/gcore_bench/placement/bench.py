@@ -1,4 +1,8 @@
-"""`gcore-bench placement`: runs its parts, prints their tables, and writes the file with all figures."""
+"""`gcore-bench placement`: how well work is divided over devices, planned and predicted; one part for each experiment.
+
+The parts are the balancer of training work, the planner, predictions against published steps, live runs, and studies of
+dynamic placement in simulated time.
+"""
 
 from dataclasses import asdict
 
@@ -19,11 +23,11 @@ PARTS = {
     "study": study.run,
     "sweep": sweep.run,
 }
-"""Functions by name of the part: each takes the options and a function that prints a line, and returns its tables."""
+"""Map each part's name to the function that runs it: from the options, and a function that prints a line, to tables."""
 
 
 def run(options: PlacementOptions, console: Console) -> None:
-    """Run the parts of ``options``, print their tables, and write the figures."""
+    """Run the parts of ``options``, print their tables with the aims that they meet, and write the file of results."""
     options = options.resize_if_quick()
     with Session(options, console) as session:
         for part in options.parts:

@@ -19,14 +19,14 @@ RowT = TypeVar("RowT")
 _ROUNDS = 6
 _MASK = 2**64 - 1
 _LARGE = 2**20
-"""Number of rows above which entries are computed one by one."""
+"""Number of rows above which positions are looked up one by one, without the whole order in memory."""
 
 
-def shuffle_entry(entry: int, num_rows: int, *, seed: int, epoch: int) -> int:
-    """Return the row at an entry of the order of ``num_rows`` rows in an epoch."""
+def shuffle_entry(position: int, num_rows: int, *, seed: int, epoch: int) -> int:
+    """Return the index of the row at a position of the shuffled order of ``num_rows`` rows in an epoch."""
     if num_rows > _LARGE:
-        return permute_entry(entry, num_rows, seed=seed, epoch=epoch)
-    return int(_draw_order(num_rows, seed, epoch)[entry])
+        return permute_entry(position, num_rows, seed=seed, epoch=epoch)
+    return int(_draw_order(num_rows, seed, epoch)[position])
 
 
 @lru_cache(maxsize=16)
@@ -34,8 +34,8 @@ def _draw_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def permute_entry(entry: int, num_rows: int, *, seed: int, epoch: int) -> int:
-    """Return an entry of a permutation of ``range(num_rows)``, in constant memory.
+def permute_entry(position: int, num_rows: int, *, seed: int, epoch: int) -> int:
+    """Return the number at a position of a permutation of ``range(num_rows)``, in constant memory.
 
     A balanced Feistel network of six rounds, with the finalizer of SplitMix64 as its round function, permutes the
     numbers of the next even number of bits; numbers beyond ``num_rows`` are permuted again until they are within it
@@ -44,7 +44,7 @@ def permute_entry(entry: int, num_rows: int, *, seed: int, epoch: int) -> int:
     """
     num_half_bits = max((num_rows - 1).bit_length() + 1, 2) // 2
     keys = _draw_keys(seed, epoch)
-    entry = _permute(entry, num_half_bits, keys)
+    entry = _permute(position, num_half_bits, keys)
     while entry >= num_rows:
         entry = _permute(entry, num_half_bits, keys)
     return entry
@@ -80,7 +80,7 @@ def _first_index(start: int, rank: int, world_size: int) -> int:
 
 @dataclass(eq=False)
 class PromptLoader(Generic[RowT]):
-    """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
+    """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one cursor.
 
     The order is endless and shuffled: prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows
     that is drawn for epoch ``i // num_rows``. It belongs to controller ``i mod world_size``.
@@ -179,7 +179,7 @@ class PromptLoader(Generic[RowT]):
             expected = self.state()[name]
             if state[name] != expected:
                 raise ControllerError(
-                    f"{name} of the saved position is {state[name]}; expected {expected}, as this data set has"
+                    f"{name} of the saved position is {state[name]}; expected {expected}"
                 )
         if state["cursor"] < 0:
             raise ControllerError(
@@ -190,11 +190,12 @@ class PromptLoader(Generic[RowT]):
 
 
 class SharedPrompts(Generic[RowT]):
-    """Waves of prompts from which a controller takes its own slice first, and then one by one those of others.
+    """Work stealing: a controller takes the prompts of its own slice of a wave, and then one by one those of others.
 
-    Where response lengths have heavy tails or depend on the prompt, the slowest slice would determine the time of the
-    step. The prompts of a wave do not depend on which controllers take them. Every controller opens the same waves, and
-    meets the others in a collective between two of them.
+    A wave is the prompts that all controllers sample together before they look whether the batch is complete. Where
+    response lengths have heavy tails or depend on the prompt, the slowest slice would determine the time of the step.
+    The prompts of a wave do not depend on which controllers take them. Every controller opens the same waves; `open` is
+    a collective.
     """
 
     def __init__(self, loader: PromptLoader[RowT], group: Collectives) -> None:
@@ -225,11 +226,11 @@ class SharedPrompts(Generic[RowT]):
         if prompts:
             return prompts
         while len(prompts) < count and self._others:
-            victim = self._others.pop(0)
-            for position in await self._places(victim, 1):
-                index = self._slices[victim][position]
+            other_rank = self._others.pop(0)
+            for position in await self._places(other_rank, 1):
+                index = self._slices[other_rank][position]
                 prompts.append((index, self._loader.row(index)))
-                self._others.append(victim)
+                self._others.append(other_rank)
         return prompts
 
     async def _places(self, owner: int, count: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""Calls of rewards, many at a time: checks of results, time limits, bounded retries and counts of failures."""
+"""Calls of rewards, many at a time: checks of results, time limits, bounded retries and counts of failures.
+
+Ctrl-C interrupts a synchronous reward that blocks the event loop: `_Relay` passes the signal on to the running call.
+"""
 
 import asyncio
 import inspect
@@ -35,7 +38,7 @@ from gcore_rollout.rewards.reward import (
 )
 
 OnError = Literal["raise", "drop"]
-"""A reward that fails after its retries raises, or the error is returned."""
+"""A reward that fails after its retries: "raise" raises its error; "drop" returns it, so that its group is dropped."""
 
 T = TypeVar("T")
 _blocking_limit_s: ContextVar[float | None] = ContextVar("blocking_limit_s", default=None)
@@ -49,7 +52,7 @@ _interrupted: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 async def score(
     reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]
 ) -> float:
-    """Return only the number of `evaluate`."""
+    """Return the score alone of what `evaluate` returns."""
     return (await evaluate(reward, prompt=prompt, completion=completion, row=row)).score
 
 
@@ -61,7 +64,7 @@ async def evaluate(
     Raises:
         NoScoreError: the reward raised it.
         RewardExitError: it tried to end the process.
-        RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
+        RewardError: it raised anything else, or did not return finite numbers; the message quotes both texts.
     """
     with locate_errors(describe_call(reward, (prompt, completion))):
         return check_score(await answer(reward, prompt, completion, row))
@@ -110,8 +113,8 @@ def is_async(reward: object) -> bool:
 async def answer(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, and wait for what it returns if that is awaitable.
 
-    After Ctrl-C has interrupted the call, this waits until it is cancelled. `RewardExitError` if the function tried to
-    end the process, or blocked it for too long in `RewardRunner.try_on`.
+    After Ctrl-C has interrupted the call, this never returns: it waits to be cancelled. `RewardExitError` if the
+    function tried to end the process, or blocked it for too long in `RewardRunner.try_on`.
     """
     try:
         with slow_calls.watch(partial(describe_call, function, arguments)):
@@ -166,7 +169,7 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class _Relay:
-    """The handler of SIGINT during one pass of the event loop: the guard of a call that runs, otherwise the one before.
+    """Passes SIGINT on to the running call during one pass of the event loop, otherwise to the previous handler.
 
     The many calls of a pass share it, because Python takes longer to install a handler than most rewards to score.
     """
@@ -309,7 +312,7 @@ class RetryPolicy:
         )
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``attempt``, or raise its last error, or the first that cannot pass."""
+        """Return the result of ``attempt``, or raise its last error, or the first that is not transient."""
         for retry in range(self.max_retries):
             try:
                 return await attempt()
@@ -340,7 +343,7 @@ class RewardRunnerConfig:
     max_concurrency: int = 64
     """Largest number of concurrent calls; the others wait, and their time does not run yet."""
     timeout_s: float = 60.0
-    """Time limit of each attempt."""
+    """Time limit of each attempt, but of synchronous rewards on the loop, which nothing can interrupt."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     """Retries after time-outs and broken connections (`TimeoutError`, `ConnectionError`), and nothing else."""
     on_error: OnError = "raise"
