@@ -17,6 +17,7 @@ int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_forks")
 @pytest.mark.parametrize("own", [None, "0"])
 def test_ranks_can_use_cuda(tmp_path: Path, own: str | None) -> None:
     if shutil.which("cc") is None:
