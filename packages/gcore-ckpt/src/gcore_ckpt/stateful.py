@@ -94,7 +94,8 @@ def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
 def like_sequence(sequence: State, items: list[State]) -> State:
     """Return a list, a tuple or a named tuple of these items, whichever `sequence` is."""
     if hasattr(sequence, "_fields"):
-        return cast(Any, type(sequence))._make(items)
+        # Not by its constructor, which a subclass may have made another.
+        return tuple.__new__(cast("type[tuple[State, ...]]", type(sequence)), items)
     if isinstance(sequence, list):
         return items
     return tuple(items)
