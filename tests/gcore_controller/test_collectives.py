@@ -489,7 +489,7 @@ async def test_a_cancelled_run_raises_that() -> None:
         finally:
             raise OSError
 
-    running = asyncio.create_task(run_inline(program, roles=None, world_size=SIZE))
+    running = asyncio.create_task(run_inline(program, roles=list[str](), world_size=SIZE))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     running.cancel()
