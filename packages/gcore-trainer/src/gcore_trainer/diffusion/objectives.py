@@ -108,10 +108,10 @@ class DenoisingPolicyObjective(DiffusionObjective):
     ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
 
     Example:
-        >>> def kernel(model, images, index):
-        ...     raise NotImplementedError  # a step of the sampler
-        >>> DenoisingPolicyObjective(DenoisingPolicyConfig(kl_loss_coef=0.01), kernel).needs_reference
-        False
+        >>> from gcore_rollout import FlowSDE
+        >>> objective = DenoisingPolicyObjective(DenoisingPolicyConfig(kl_loss_coef=0.01), FlowSDE())
+        >>> [name for name in objective.reads if name.startswith("ref")]
+        ['ref_means']
     """
 
     def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
@@ -289,11 +289,10 @@ class RewardGradientObjective(DiffusionObjective):
         reward: final latents [B, ...] and prompts to rewards [B], differentiable.
 
     Example:
+        >>> from gcore_rollout import FlowODE
         >>> def brightness(latents: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         ...     return latents.mean(dim=(1, 2, 3))
-        >>> def kernel(model, images, index):
-        ...     raise NotImplementedError  # a step of the sampler
-        >>> RewardGradientObjective(kernel, brightness).reads
+        >>> RewardGradientObjective(FlowODE(), brightness).reads
         ('latents', 'levels', 'next_levels', 'timesteps')
     """
 
