@@ -51,10 +51,7 @@ def load_state_dicts(template: State, state: State) -> State:
 
 def _is_stateful(leaf: object) -> TypeGuard[Stateful]:
     """Return whether `leaf` has both methods; many times faster than a check of a runtime protocol."""
-    return _has_state(type(leaf))
-
-
-def _has_state(leaf_type: type) -> bool:
+    leaf_type = type(leaf)
     return hasattr(leaf_type, "load_state_dict") and hasattr(leaf_type, "state_dict")
 
 

@@ -224,7 +224,7 @@ class TrainerSpec:
     """Copy weights that are not on the meta device to where engines on other nodes can read them; needed on Ray.
 
     Called with the weights, their ``version``, and ``base_version``, the version that they may be sent as changes of,
-    or None. Returns a reference, whose ``joined`` makes one of those of all ranks, and ``after`` adds the one before;
+    or None. Returns a reference, whose ``join`` makes one of those of all ranks, and ``after`` adds the one before;
     then ``next_base`` is the ``base_version`` of the next, and ``version`` is its own."""
     write_weights: Callable[[Weights, Path], Any] | None = None
     """Write weights that are not on the meta device to a file, each to its place, and return the layout of the file;

@@ -116,7 +116,7 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     num_frozen = counts["transformer"]
     if actor.lora is None:
         num_frozen -= num_trained
-    weights, average, optimizer = state_bytes(
+    weights, _, optimizer = state_bytes(
         float(num_frozen), float(num_trained), float(num_trained), compute_bytes=_FLOAT32_BYTES
     )
     rank = {
@@ -129,8 +129,7 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     if has_reference_pass(config) and actor.lora is None:
         rank["reference"] = _FLOAT32_BYTES * counts["transformer"] / num_shards
     if actor.ema_decay:
-        # As many numbers in float32 as the gradients have, which are in the pass.
-        rank["average"] = average / num_shards
+        rank["average"] = _FLOAT32_BYTES * num_trained / num_shards
     return DryRunPlan(
         parameters={name: (classes[name][1], count) for name, count in counts.items()},
         num_trained=num_trained,

@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivate
 
 from gcore_ckpt.errors import CheckpointWriteError
 from gcore_ckpt.format.boxes import DTYPES, Box, FileLayout, HeldBox
-from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
+from gcore_ckpt.ranks.shards import PLAIN_TENSORS, TORCH_DTYPES, Holdings, NumpyArray
 from gcore_ckpt.saving.host_memory import allocate, allocate_pinned
 from gcore_ckpt.threads import Workers
 
@@ -27,7 +27,6 @@ CHUNK_BYTES = 128 << 20
 
 _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _device, _ndim = map(attrgetter, ("device", "ndim"))
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 
@@ -169,7 +168,7 @@ def _device_of_all(
     """Return the device of several tensors that are placed whole; None if they are to be copied one by one."""
     if (
         len(run) == 1
-        or not {*map(type, sources)} <= _PLAIN
+        or not {*map(type, sources)}.issubset(PLAIN_TENSORS)
         or file.boxes[run.start].dtype == "complex32"
     ):
         return None  # torch warns of operations on complex32

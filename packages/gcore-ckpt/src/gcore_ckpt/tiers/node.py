@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt.errors import CheckpointLockedError, CheckpointWriteError, LostRankError
 from gcore_ckpt.ranks.group import RankGroup, TorchGroup, all_succeed, exchange, root_decides
-from gcore_ckpt.storage import StepFiles, step_name
+from gcore_ckpt.storage import StepFiles, open_for_writing, step_name
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import Copies, Report, report, whole_steps
@@ -117,12 +117,8 @@ class NodeStorage:
 
     def delete_local(self) -> None:
         """Delete the folder of this machine, unless it is in use."""
-        with suppress(CheckpointLockedError):
-            self.local.acquire()
-            try:
-                shutil.rmtree(self.local.path, ignore_errors=True)
-            finally:
-                self.local.release()
+        with suppress(CheckpointLockedError), open_for_writing(self.local):
+            shutil.rmtree(self.local.path, ignore_errors=True)
 
     def acquire(self) -> None:
         """Do nothing: `open_for_saving` takes the locks of all machines."""

@@ -159,16 +159,11 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     """The first batch is for the step after it."""
     state: InitVar[State | None]
     """State of the controller to resume from."""
-    report: InitVar[Callable[[Round], Awaitable[None]] | None] = None
+    report: Callable[[Round], Awaitable[None]] | None = None
     """Called by the first controller with each wave that another one follows in its step, which starts on all
     controllers when this has returned; None: each step is one round."""
 
-    def __post_init__(
-        self,
-        first_step: int,
-        state: State | None,
-        report: Callable[[Round], Awaitable[None]] | None,
-    ) -> None:
+    def __post_init__(self, first_step: int, state: State | None) -> None:
         ctx = self.ctx
         modality = self.modality
         config = self.config
@@ -205,7 +200,6 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             if self._tail is not None:
                 self._tail.load_state(state["tail"])
         self._shared = SharedPrompts(self._loader, ctx.group)
-        self._report = report
         self._reported: list[Round] = []
         """The waves of the step that were reported."""
         self._num_prompts = 0
@@ -282,8 +276,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         max_length = None
         if self._tail is not None:
             again, num_new, max_length = self._tail.next_wave(count)
-        if self._report is not None and self._num_prompts:
-            await self._report_wave(self._report)
+        if self.report is not None and self._num_prompts:
+            await self._report_wave(self.report)
         self._num_prompts += num_new + len(again)
         if config.partial_rollout:
             unfinished: list[tuple[GroupT, PromptT]] = []

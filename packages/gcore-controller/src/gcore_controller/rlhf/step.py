@@ -22,7 +22,6 @@ from gcore_controller.rlhf.events import (
     Evaluated,
     Reached,
     Recorder,
-    Round,
     Stepped,
     Updating,
 )
@@ -81,7 +80,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
         report = None
         if config.reports_waves and config.schedule == "sync":
-            report = self._report_wave
+            report = self.recorder
         producer = BatchProducer(
             ctx, self.modality, config, first_step=start.first_step, state=state, report=report
         )
@@ -159,9 +158,6 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             await self.recorder(Evaluated(step=step, evaluation=evaluation, failures=failures))
         self._failures.check()
         self._forget_times()
-
-    async def _report_wave(self, wave: Round) -> None:
-        await self.recorder(wave)
 
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""

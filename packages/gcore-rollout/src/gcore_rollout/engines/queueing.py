@@ -211,8 +211,8 @@ class StopStrings:
         num_before = len(tokens)
         tokens += new_ids
         for end in range(1, len(new_ids) + 1):
-            last_ids = tokens[: num_before + end][-window:]
-            if self._is_stopped(last_ids, stop):
+            last = num_before + end
+            if self._is_stopped(tokens[max(0, last - window) : last], stop):
                 return end
         return None
 

@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
+from gcore_rollout.engines.protocol import get_weights_gpu
 from gcore_rollout.engines.remote.session import EngineCall, EngineSession, Setup, make_engine
 from gcore_rollout.errors import EngineDiedError
 
@@ -260,7 +261,7 @@ class _EngineServer(EngineSession):
         setup.enter()
         self.engine = await make_engine(setup.factory, setup.num_threads)
         self.start(0, self.beat(setup.beat_interval_s))
-        return getattr(self.engine, "weights_gpu", None)
+        return get_weights_gpu(self.engine)
 
     def _next_weights(self, layout: Any) -> "Awaitable[Iterable[tuple[str, torch.Tensor]]]":
         if isinstance(layout, bytes):
