@@ -343,15 +343,13 @@ def _divide_memory(
     return items, kv_tokens
 
 
-def _training_parts(
-    setting: DeviceSetting, job: Job, state: TrainingState | None = None
-) -> dict[str, float]:
+def _training_parts(setting: DeviceSetting) -> dict[str, float]:
     """Return the parts of `training_memory` on the device; all are 0 without the trainer."""
     parts = training_memory(
-        job,
+        setting.job,
         TrainingLayouts(setting.layout),
         activations=setting.efficiency.activations,
-        state=state or setting.state,
+        state=setting.state,
     )
     if "trainer" not in setting.residents:
         return dict.fromkeys(parts, 0.0)
@@ -361,7 +359,7 @@ def _training_parts(
 def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
     job = setting.job
     usable = setting.efficiency.usable_bytes(setting.device)
-    parts = _training_parts(setting, job)
+    parts = _training_parts(setting)
     resident = sum(parts[name] for name in STATE + FROZEN)
     resident_models = sum(setting.further_roles.values())
     train = sum(parts.values())
@@ -438,7 +436,9 @@ def _split_parts(
 ) -> dict[str, Mapping[str, float]]:
     """Return the parts of the trainer's memory by the role that has them."""
     job = setting.job
-    without_critic = _training_parts(setting, replace(job, critic=None))
+    without_critic = parts
+    if job.critic is not None:
+        without_critic = _training_parts(replace(setting, job=replace(job, critic=None)))
     trainer = {name: size for name, size in without_critic.items() if name not in FROZEN}
     roles: dict[str, Mapping[str, float]] = {"trainer": trainer}
     if job.critic is not None:
@@ -457,12 +457,12 @@ def _plan_host(
     *,
     takes_turns: bool,
 ) -> dict[str, float]:
-    """Return the bytes in the host's memory: offloaded states and models, and sleeping engines; no gradients."""
+    """Return the bytes in the host's memory: offloaded states and models, and sleeping engines."""
     job = setting.job
     offload = setting.state.offload
     layout = setting.layout
     state = replace(setting.state, offload="none", activation_offload=False)
-    on_device = _training_parts(setting, job, state)
+    on_device = _training_parts(replace(setting, state=state))
     states = on_device["optimizer"] if takes_turns else 0.0
     models = 0.0
     sleeping = 0.0
