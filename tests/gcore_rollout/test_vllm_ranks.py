@@ -136,16 +136,17 @@ async def test_an_update_takes_little_more_memory_than_a_bucket(
     file = tmp_path / "model.safetensors"
     assert file.stat().st_size > 65e6
     peaks_mb: list[list[float]] = []
-    for version in (1, 2):
+    for version in range(1, 5):
         with safe_open(file, "pt") as stored, growing(PRIVATE, SHARED, pids=processes) as growth:
             names = stored.keys()
             weights = ((name, stored.get_tensor(name)) for name in names)
             await engine.update_weights(weights, version=version)
         peaks_mb.append([growth_bytes / 1e6 for growth_bytes in growth])
     await engine.close()
-    # The first time, buffers of the libraries come on top.
-    assert all(peak < 2 * 8.4 for peak in peaks_mb[1]), peaks_mb
-    assert max(peaks_mb[1]) > 4, "it was measured while a bucket was there"
+    # Buffers of the libraries come on top whenever a thread works for the first time, always in the first update.
+    least_mb = [min(peaks) for peaks in zip(*peaks_mb, strict=True)]
+    assert all(peak < 2 * 8.4 for peak in least_mb), peaks_mb
+    assert max(least_mb) > 4, "it was measured while a bucket was there"
 
 
 async def test_a_killed_rank_costs_its_engine_a_restart(tied: TinyModel) -> None:
