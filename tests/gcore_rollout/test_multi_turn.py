@@ -191,7 +191,7 @@ def test_a_template_that_cannot_continue_is_refused() -> None:
         "{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
     )
     with pytest.raises(
-        RolloutError, match="does not render further messages after those before them"
+        RolloutError, match="does not render messages of user after the policy's"
     ):
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
 

@@ -5,14 +5,45 @@ another text. Templates may also render earlier turns differently later, such as
 message of an environment is rendered after a turn that stands in for the policy's, and the text before it is dropped.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from gcore_rollout.errors import RolloutError
+from gcore_rollout.errors import RequestError, RolloutError
 from gcore_rollout.multi_turn.messages import normalize_messages, render_chat
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
+
+_MakeTurn: TypeAlias = Callable[[str, Sequence[Message]], dict[str, Any]]
+"""Makes a turn of the policy with a text, which messages can follow."""
+_QUESTION = {"role": "user", "content": "?"}
+_STAND_IN = "gcoreturn"
+
+
+def _answer(text: str, messages: Sequence[Message]) -> dict[str, Any]:
+    del messages
+    return {"role": "assistant", "content": text}
+
+
+def _call(text: str, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return a turn of calls, with the text as their argument, whose results are the first messages."""
+    calls: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool":
+            break
+        function = {"name": message.get("name") or "tool", "arguments": {"text": text}}
+        call_id = message.get("tool_call_id") or f"call{len(calls):05}"
+        calls.append({"type": "function", "id": call_id, "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _call_in_json(text: str, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the turn of `_call` with arguments as JSON, as in OpenAI's API, which some templates expect."""
+    turn = _call(text, messages)
+    for call in turn["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return turn
 
 
 class ChatEncoder:
@@ -39,6 +70,7 @@ class ChatEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
+        self._turns: dict[tuple[str, ...], _MakeTurn] = {}
 
     def first(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -63,31 +95,31 @@ class ChatEncoder:
         """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
 
         If ``last_token`` does not end a turn in the template, the end is added; in templates without one, such as
-        GLM's, it may be the token with which the next message starts. A `RolloutError` if the template cannot continue
-        after a turn.
+        GLM's, it may be the token with which the next message starts. A `RolloutError` if the template leaves out one
+        of the messages, or does not render them after the policy's turn.
         """
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is None:
             return self._tokens("".join(m["content"] for m in normalized))
-        stand_in = "gcore-turn"
-        while stand_in in repr(normalized):
-            stand_in += "-"
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
-        # Only from the stand-in on: the text before it may change with the messages after it.
-        end_of_turn = self._render(before, prompt=False).rpartition(stand_in)[2]
-        continued = self._render([*before, *normalized]).rpartition(stand_in)[2]
-        if not continued.startswith(end_of_turn) or continued == end_of_turn:
-            raise RolloutError(
-                "the chat template does not render further messages after those before them; conversations of several "
-                "turns need that"
-            )
-        added = continued.removeprefix(end_of_turn)
-        written: str = self._tokenizer.decode([last_token])
-        if not end_of_turn:
-            return self._tokens(added.removeprefix(written))
-        if self._is_mark(last_token) and last_token in self._tokens(end_of_turn):
-            end_of_turn = end_of_turn.partition(written)[2]
-        return self._tokens(end_of_turn + added)
+        make_turn = self._find_turn(normalized)
+        last_end, end, further = self._render_after(make_turn, normalized)
+        if self._is_mark(last_token):
+            if last_token in end:
+                return end[end.index(last_token) + 1 :] + further
+            if last_token in last_end:
+                return further
+        if further[:1] == [last_token] and (not end or self._is_mark(last_token)):
+            return further[1:]
+        if make_turn is _answer:
+            return end + further
+        # The policy has written its calls to their end, and only what ends a turn is missing.
+        _, end_of_answer, _ = self._render_after(_answer, [_QUESTION])
+        if end[len(end) - len(end_of_answer) :] == end_of_answer:
+            return end_of_answer + further
+        last_mark = max(
+            (i for i, token in enumerate(end) if self._is_mark(token)), default=len(end)
+        )
+        return end[last_mark:] + further
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""
@@ -105,6 +137,56 @@ class ChatEncoder:
         if is_ended and not any(string in text for string in stop):
             return self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
         return text
+
+    def _find_turn(self, messages: Sequence[dict[str, Any]]) -> _MakeTurn:
+        """Return a form of the policy's turn after which the template renders messages of these roles.
+
+        Results of tools come after their calls where they can: some templates refuse or leave out others.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles in self._turns:
+            return self._turns[roles]
+        words = [f"gcoreword{index}x" for index in range(len(messages))]
+        probes: list[dict[str, Any]] = []
+        for message, word in zip(messages, words, strict=True):
+            probes.append({**message, "content": word})
+        refusal: RequestError | None = None
+        for make_turn in (_call, _call_in_json, _answer) if roles[0] == "tool" else (_answer,):
+            turns = [_QUESTION, make_turn(_STAND_IN, probes)]
+            try:
+                _, stand_in, text = self._render([*turns, *probes]).rpartition(_STAND_IN)
+            except RequestError as error:
+                refusal = error
+                continue
+            positions = [text.find(word) for word in words]
+            if stand_in and -1 not in positions and positions == sorted(positions):
+                self._turns[roles] = make_turn
+                return make_turn
+        raise refusal or RolloutError(
+            f"the chat template does not render messages of {' and '.join(dict.fromkeys(roles))} after the policy's, "
+            "or leaves them out; conversations of several turns need them"
+        )
+
+    def _render_after(
+        self, make_turn: _MakeTurn, messages: Sequence[dict[str, Any]]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Return the end of a turn of the policy that is the last, its end before messages, and those messages."""
+        stand_in = _STAND_IN
+        while stand_in in repr(messages):
+            stand_in += "x"
+        turns = [_QUESTION, make_turn(stand_in, messages)]
+        # Only from the stand-in on: the text before it may change with the messages after it.
+        last_end = self._tokens(self._render(turns, prompt=False).rpartition(stand_in)[2])
+        tail = self._tokens(self._render([*turns, *messages]).rpartition(stand_in)[2])
+        num_end = 0
+        while tail[num_end : num_end + 1] == last_end[num_end : num_end + 1] != []:
+            num_end += 1
+        if last_end and not num_end:
+            # gpt-oss ends an answer with another token if messages follow it. They start as the policy's turns do.
+            question = self._render([_QUESTION], prompt=False)
+            start = self._tokens(self._render([_QUESTION]).removeprefix(question))[:1]
+            num_end = tail.index(start[0]) if start and start[0] in tail else 0
+        return last_end, tail[:num_end], tail[num_end:]
 
     def _render(
         self, messages: list[dict[str, Any]], *, prompt: bool = True, tools: Any = None

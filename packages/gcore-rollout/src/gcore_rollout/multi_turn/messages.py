@@ -1,6 +1,7 @@
 """Chat messages of environments, JSON and Parquet, in the one form that chat templates take."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from gcore_rollout.errors import RequestError
@@ -63,13 +64,45 @@ def check_text(text: str, where: str) -> None:
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Apply the tokenizer's chat template to normalized messages; `RequestError` if the template refuses them."""
+    """Apply the tokenizer's chat template to normalized messages; `RequestError` if the template refuses them.
+
+    Text becomes a list of one part for templates that read nothing else, as those of many models with images do.
+    """
+    if _reads_parts_alone(tokenizer, str(tokenizer.chat_template)):
+        messages = [_split_into_parts(message) for message in messages]
+    return _render(tokenizer, messages, options)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
         # A template is a program, which may fail in any way.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RequestError(f"the chat template refuses the messages: {reason}") from error
+
+
+@lru_cache
+def _reads_parts_alone(tokenizer: Any, template: str) -> bool:
+    """Return whether a template leaves out a message's text unless it is in a part."""
+    del template  # one of the tokenizer's, which may be changed
+    word = "gcoreword"
+    message = {"role": "user", "content": word}
+    for messages in ([message], [_split_into_parts(message)]):
+        try:
+            text = _render(tokenizer, messages, {"tokenize": False})
+        except RequestError:
+            continue
+        if word in text:
+            return messages != [message]
+    return False
+
+
+def _split_into_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": [{"type": "text", "text": content}]}
+    return message
 
 
 def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[str, Any]:
