@@ -1,13 +1,16 @@
-"""Messages after a turn of the policy, by the chat templates of 41 families of models, which come with TRL."""
+"""Messages after a turn of the policy, and its calls, by the chat templates of 41 models, which come with TRL."""
 
 import json
 import re
 import string
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +27,15 @@ TEMPLATES = {
 MARK = re.compile(r"<\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?INST\]")
 WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
 """They refuse results of tools, or leave them out."""
+WITHOUT_CALLS = WITHOUT_TOOLS | {
+    "deepseek_r1_distill",
+    "idefics3",
+    "lfm2",
+    "llama3",
+    "qwen2_5_vl",
+    "smolvlm",
+}
+"""They write no calls: a policy's are read as Hermes writes them."""
 
 QUESTION = {"role": "user", "content": "first"}
 ANSWER = {"role": "assistant", "content": "second"}
@@ -49,9 +61,11 @@ def make_tokenizer(name: str) -> Any:
     )
 
 
-def make_call(tokenizer: Any) -> dict[str, Any]:
+def make_call(
+    tokenizer: Any, name: str = "add", arguments: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return a turn with a call, whose arguments some templates expect as JSON."""
-    function: dict[str, Any] = {"name": "add", "arguments": {"text": "second"}}
+    function: dict[str, Any] = {"name": name, "arguments": arguments or {"text": "second"}}
     call = {"type": "function", "id": "abcdefghi", "function": function}
     turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
@@ -142,3 +156,207 @@ def test_text_of_a_message_that_stands_for_a_turn_is_kept() -> None:
     message = {"role": "user", "content": "gcoreturn gcoreturnx"}
     further = encoder.next([message], last_token=tokenizer.eos_token_id)
     assert "user\ngcoreturn gcoreturnx" in encoder.text(further)
+
+
+def write_call(tokenizer: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the text of a turn with a call, and what ends it."""
+    turn = make_call(tokenizer, name, arguments)
+    prompt = render_chat(tokenizer, [QUESTION], tokenize=False, add_generation_prompt=True)
+    text: str = render_chat(tokenizer, [QUESTION, turn], tokenize=False)
+    return text.removeprefix(prompt.removesuffix("<think>\n"))
+
+
+TYPES = {"text": "string", "number": "integer", "flag": "boolean", "list": "array", "map": "object"}
+
+
+def make_tool(name: str) -> dict[str, Any]:
+    properties = {argument: {"type": kind} for argument, kind in TYPES.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+texts = st.text("abc XYZ019.,:;!?()[]=+-*/_&%@#~", max_size=12)
+numbers = st.integers(-1000, 1000)
+json_values = st.recursive(
+    numbers | st.booleans() | texts,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+some_arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": texts,
+        "number": numbers,
+        "flag": st.booleans(),
+        "list": st.lists(json_values, max_size=3),
+        "map": st.dictionaries(st.sampled_from("xyz"), json_values, max_size=3),
+    },
+).filter(bool)
+
+
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - WITHOUT_CALLS))
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+    tokenizer = make_tokenizer(name)
+    encoder = ChatEncoder(tokenizer)
+    # LFM2's calls are Python's, which has no such names.
+    tool = "weather_of_day" if name.startswith("lfm2") else "weather-of.day"
+
+    @settings(max_examples=20)
+    @given(some_arguments)
+    def read(arguments: dict[str, Any]) -> None:
+        turn = write_call(tokenizer, tool, arguments)
+        [call] = encoder.calls(turn, [make_tool(tool)])
+        assert (call.name, dict(call.arguments), call.error) == (tool, arguments, "")
+
+    read()
+    assert encoder.calls("There is no call (of [weather]) {here}.") == []
+    turn = write_call(tokenizer, tool, {"number": 1}).rpartition("</think>")[2]
+    assert encoder.calls(f"<think>{turn}") == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_calls_are_read_as_vllm_reads_them() -> None:
+    """By its parser of each family, which is told which one to use."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    arguments = {"text": "5 days", "number": 3, "flag": True, "list": ["a"], "map": {"a": "b"}}
+    tool = make_tool("weather")
+    for name, parser_name, end in (
+        ("qwen2_5", "hermes", "<|im_end|>\n"),
+        ("qwen3", "hermes", "<|im_end|>\n"),
+        ("qwen3_6", "qwen3_coder", "<|im_end|>\n"),
+        ("glm4moe", "glm45", ""),
+        ("llama3_1", "llama3_json", "<|eot_id|>"),
+        ("lfm2_2_5", "lfm2", "<|im_end|>\n"),
+        ("muse_glimmer", "muse_glimmer", "<|eot|>"),
+        ("gemma4_v5", "gemma4", "<|tool_response>"),
+    ):
+        tokenizer = make_tokenizer(name)
+        turn = write_call(tokenizer, "weather", arguments).removesuffix(end)
+        request = ChatCompletionRequest.model_validate(
+            {"model": "", "messages": [QUESTION], "tools": [tool]}
+        )
+        parser: Any = ToolParserManager.get_tool_parser(parser_name)
+        [call] = parser(tokenizer, request.tools).extract_tool_calls(turn, request).tool_calls
+        [read] = ChatEncoder(tokenizer).calls(turn, [tool])
+        assert (read.name, read.arguments) == (
+            call.function.name,
+            json.loads(call.function.arguments),
+        )
+        assert read.arguments == arguments, name
+
+
+def make_template(call: str) -> str:
+    """Return a template that writes calls so, with ``c`` for a call, ``f`` for its function."""
+    return (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + call + "{% endfor %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        pytest.param(
+            "<|tools|><|call|>{{ c.id }}<|args|>{{ f.arguments | tojson }}<|/call|><|/tools|>",
+            '<|tools|><|call|>functions.add:0<|args|>{"a": 1}<|/call|>'
+            '<|call|>functions.sub:1<|args|>{"b": "2"}<|/call|><|/tools|>',
+            id="names in ids, as Kimi",
+        ),
+        pytest.param(
+            '[TOOL_CALLS][{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}]',
+            '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "1"}, '
+            '{"name": "sub", "arguments": {"b": "2"}}]',
+            id="a list, as Mistral",
+        ),
+        pytest.param(
+            "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
+            '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub[ARGS]{"b": "2"}',
+            id="as Mistral since version 11",
+        ),
+        pytest.param(
+            '<|START_ACTION|>[\n {"tool_name": "{{ f.name }}", '
+            '"parameters": {{ f.arguments | tojson }}}\n]<|END_ACTION|>',
+            '<|START_ACTION|>[\n  {"tool_name": "add", "parameters": {"a": 1}},\n'
+            '  {"tool_name": "sub", "parameters": {"b": "2"}}\n]<|END_ACTION|>',
+            id="a list between marks, as Command",
+        ),
+        pytest.param(
+            '<calls>\n<invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}'
+            '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</calls>',
+            '<calls>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+            '<invoke name="sub">\n<parameter name="b">2</parameter>\n</invoke>\n</calls>',
+            id="elements, as MiniMax",
+        ),
+    ],
+)
+def test_several_calls_of_a_turn(template: str, turn: str) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = make_template(template)
+    properties = {"b": {"type": "string"}}
+    tools = [
+        {"type": "function", "function": {"name": "sub", "parameters": {"properties": properties}}}
+    ]
+    calls = ChatEncoder(tokenizer).calls(f"Well.{turn}", tools)
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("add", {"a": 1}),
+        ("sub", {"b": "2"}),
+    ]
+
+
+def test_calls_as_models_write_them_otherwise_than_their_template() -> None:
+    gpt_oss = ChatEncoder(make_tokenizer("gptoss"))
+    [call] = gpt_oss.calls(
+        "<|channel|>analysis<|message|>I call to=functions.no<|message|>{}<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    assert (call.name, call.arguments) == ("add", {"a": 1})
+    llama = ChatEncoder(make_tokenizer("llama3_1"))
+    [call] = llama.calls('<|python_tag|>{"name": "add", "parameters": {"a": 1}}')
+    assert (call.name, call.arguments) == ("add", {"a": 1})
+    assert llama.calls('{"answer": 5}') == []
+    qwen = ChatEncoder(make_tokenizer("qwen3_6"))
+    code = "def f():\n    return '</function>'\n"
+    [call] = qwen.calls(
+        f"<tool_call><function=run><parameter=code>\n{code}\n</parameter></function></tool_call>"
+    )
+    assert (call.name, call.arguments) == ("run", {"code": code})
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "error"),
+    [
+        ("qwen3", "<tool_call>{</tool_call>", "the call is not JSON: "),
+        ("gptoss", " to=functions.add<|message|>{", "the call is not JSON: "),
+        (
+            "qwen3_6",
+            "<function=add>\n<parameter=a>\n1\n</function>",
+            "after its name and arguments stands ",
+        ),
+        ("gemma4_v5", "<|tool_call>call:add{a:}<tool_call|>", "the arguments cannot be read: "),
+        ("lfm2_2_5", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "the call is not Python: "),
+        (
+            "lfm2_2_5",
+            "<|tool_call_start|>[add(a=f())]<|tool_call_end|>",
+            "the call is not Python: ",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_read_say_why(name: str, turn: str, error: str) -> None:
+    [call] = ChatEncoder(make_tokenizer(name)).calls(turn)
+    assert call.error.startswith(error)
+
+
+def test_templates_that_write_no_calls_have_those_of_hermes() -> None:
+    for name in WITHOUT_CALLS & {*TEMPLATES}:
+        tokenizer = make_tokenizer(name)
+        turn = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        [call] = ChatEncoder(tokenizer).calls(turn)
+        assert (call.name, call.arguments) == ("add", {"a": 1})
+        with suppress(RolloutError):
+            assert "second" not in write_call(tokenizer, "add", {"text": "second"})

@@ -34,7 +34,7 @@ from gcore_rollout import (
 )
 from gcore_rollout.errors import EpisodeError
 from gcore_rollout.multi_turn.config import EnvironmentRole
-from gcore_rollout.multi_turn.environment import hermes_calls
+from gcore_rollout.multi_turn.tool_calls import ToolCall, read_calls, read_hermes
 
 START, END = "<|start|>", "<|end|>"
 # Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.
@@ -190,9 +190,7 @@ def test_a_template_that_cannot_continue_is_refused() -> None:
     tokenizer = make_tokenizer(
         "{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(
-        RolloutError, match="does not render messages of user after the policy's"
-    ):
+    with pytest.raises(RolloutError, match="does not render messages of user after the policy's"):
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
 
 
@@ -411,6 +409,29 @@ async def test_an_episode_with_tools() -> None:
     )
     assert tokenizer.decode(episode.token_ids[episode.mask]) == f"{call}<|end|>5<|end|>"
     assert episode.score == 1.0
+
+
+async def test_tools_are_called_in_the_form_of_the_template() -> None:
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "[call {{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant {% endif %}"
+    )
+    call = '[call add {"a": 2, "b": 3}]'
+    engine = ScriptedEngine([encoded(tokenizer, call + END), encoded(tokenizer, "5" + END)])
+    world = ToolEnvironment(
+        [{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5")
+    )
+    episode = await run_episode(
+        engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING
+    )
+    assert episode.score == 1.0
+    text = tokenizer.decode(episode.token_ids)
+    assert text == f"{call}<|end|><|start|>tool 5<|end|><|start|>assistant 5<|end|>"
+
+
+def hermes_calls(text: str) -> list[ToolCall]:
+    return read_calls(text, read_hermes)
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'

@@ -7,10 +7,19 @@ message of an environment is rendered after a turn that stands in for the policy
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from gcore_rollout.errors import RequestError, RolloutError
 from gcore_rollout.multi_turn.messages import normalize_messages, render_chat
+from gcore_rollout.multi_turn.tool_calls import (
+    ReadCalls,
+    ToolCall,
+    count_common,
+    find_call_form,
+    read_calls,
+    read_hermes,
+)
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
@@ -71,6 +80,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._turns: dict[tuple[str, ...], _MakeTurn] = {}
+        self._read_calls: ReadCalls | None = None
 
     def first(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -138,6 +148,17 @@ class ChatEncoder:
             return self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
         return text
 
+    def calls(self, turn: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
+        """Return the calls in a turn's text (see `turn_text`), read as the chat template writes them.
+
+        ``tools`` are JSON schemas of the functions, whose types some forms of calls need.
+        """
+        if self._read_calls is None:
+            self._read_calls = read_hermes
+            if self._tokenizer.chat_template is not None:
+                self._read_calls = find_call_form(partial(self._render, prompt=False))
+        return read_calls(turn, self._read_calls, tools)
+
     def _find_turn(self, messages: Sequence[dict[str, Any]]) -> _MakeTurn:
         """Return a form of the policy's turn after which the template renders messages of these roles.
 
@@ -178,9 +199,7 @@ class ChatEncoder:
         # Only from the stand-in on: the text before it may change with the messages after it.
         last_end = self._tokens(self._render(turns, prompt=False).rpartition(stand_in)[2])
         tail = self._tokens(self._render([*turns, *messages]).rpartition(stand_in)[2])
-        num_end = 0
-        while tail[num_end : num_end + 1] == last_end[num_end : num_end + 1] != []:
-            num_end += 1
+        num_end = count_common(last_end, tail)
         if last_end and not num_end:
             # gpt-oss ends an answer with another token if messages follow it. They start as the policy's turns do.
             question = self._render([_QUESTION], prompt=False)

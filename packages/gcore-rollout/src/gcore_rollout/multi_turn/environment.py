@@ -1,9 +1,7 @@
 """Environments in which a policy acts: the protocol, revisions after a reward's feedback, and tools."""
 
 import asyncio
-import json
 import math
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
@@ -11,10 +9,8 @@ from typing import Any, Literal, Protocol
 from gcore_rollout.engines.protocol import EpisodeEnd
 from gcore_rollout.errors import RequestError, require
 from gcore_rollout.multi_turn.chat import Message
+from gcore_rollout.multi_turn.tool_calls import ToolCall, read_calls, read_hermes
 from gcore_rollout.rewards.reward import Scored
-
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 EpisodeOutcome = Literal[EpisodeEnd, "failed", "cancelled"]
 """How an episode ended, or that it was given up: something failed in it, or the run ended."""
@@ -101,7 +97,8 @@ class Environment(Protocol):
         """Answer the text of one turn, which has its special tokens but for the one that ends it.
 
         A ``step`` with a further parameter ``truncated: bool`` is notified by it of a turn that was cut off at its
-        largest number of tokens. After such a turn the episode ends, whatever the answer.
+        largest number of tokens. After such a turn the episode ends, whatever the answer. One with a parameter
+        ``calls: Sequence[ToolCall]`` gets the turn's calls of tools, read as the model's chat template writes them.
         """
         ...
 
@@ -157,42 +154,6 @@ class RevisionEnvironment:
         self._num_left -= 1
         feedback = scored.feedback or f"The answer scores {scored.score:.3g}."
         return Reply(messages=[{"role": "user", "content": feedback}], reward=gain)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """One call that a turn holds."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    error: str = ""
-    """Why the call cannot be read; empty: it can."""
-
-
-def hermes_calls(text: str) -> list[ToolCall]:
-    """Parse calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-
-    What stands in ``<think>`` is a thought and no call, also where the chat template has opened it, or nothing closes
-    it.
-    """
-    without_thoughts = _THOUGHT.sub("", text)
-    answer = without_thoughts.rpartition("</think>")[2]
-    return [_parse_call(match) for match in _HERMES.findall(answer)]
-
-
-def _parse_call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except json.JSONDecodeError as error:
-        return ToolCall(name="", arguments={}, error=f"the call is not JSON: {error}")
-    if isinstance(call, dict):
-        name = call.get("name")
-        arguments = call.get("arguments", {})
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return ToolCall(name=name, arguments=arguments)
-    return ToolCall(
-        name="", arguments={}, error="a call is an object with a name and an object of arguments"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +228,8 @@ class ToolEnvironment:
     messages: Sequence[Message]
     tools: Sequence[Tool]
     _: KW_ONLY
-    parse: Callable[[str], Sequence[ToolCall]] = hermes_calls
-    """Reads the calls of a turn."""
+    parse: Callable[[str], Sequence[ToolCall]] | None = None
+    """Reads the calls of a turn; None: they are read as the model's chat template writes them."""
     reward: Callable[[str], float | Awaitable[float]] | None = None
     """Scores the answer; None: the episode is scored elsewhere."""
 
@@ -278,9 +239,14 @@ class ToolEnvironment:
     async def reset(self) -> Opening:
         return Opening(messages=self.messages, tools=[tool.schema for tool in self.tools])
 
-    async def step(self, completion: str, truncated: bool = False) -> Reply:
+    async def step(
+        self, completion: str, truncated: bool = False, calls: Sequence[ToolCall] | None = None
+    ) -> Reply:
         if not truncated:
-            calls = self.parse(completion)
+            if self.parse is not None:
+                calls = self.parse(completion)
+            elif calls is None:
+                calls = read_calls(completion, read_hermes)
             if calls:
                 return Reply(messages=await asyncio.gather(*map(self._answer, calls)))
         if not self.reward:

@@ -73,7 +73,7 @@ async def _play(
     limits: MultiTurnConfig,
     seed: int,
 ) -> Completion:
-    takes_truncated = "truncated" in inspect.signature(environment.step).parameters
+    parameters = inspect.signature(environment.step).parameters
     what = f"episode {request_id!r}: reset"
     opening = await _wait(environment.reset(), limits.step_timeout_s, what)
     with _raise_episode_errors(what):
@@ -108,8 +108,10 @@ async def _play(
         turns.append(encoder.turn_text(written, stop=sampling.stop, is_ended=not is_truncated))
         what = f"episode {request_id!r}: step {len(turns)}"
         options: dict[str, Any] = {}
-        if takes_truncated:
+        if "truncated" in parameters:
             options["truncated"] = is_truncated
+        if "calls" in parameters:
+            options["calls"] = encoder.calls(turns[-1], opening.tools)
         reply = await _wait(environment.step(turns[-1], **options), limits.step_timeout_s, what)
         if not math.isfinite(reply.reward):
             raise EpisodeError(f"{what}: the reward is {reply.reward}; expected a finite number")

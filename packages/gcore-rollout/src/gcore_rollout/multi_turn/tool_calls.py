@@ -1,0 +1,346 @@
+"""Calls of tools in the text of a turn, read as the model's chat template writes them.
+
+The template renders a call whose name and arguments are known. Where these stand in its text says how to read others,
+in one of five forms: a JSON object for each call (Hermes, Qwen3, Llama 3.1, Mistral); a name and then JSON (DeepSeek,
+Kimi, gpt-oss); a name and an element for each argument (GLM, Qwen3.5, Nemotron, MiniMax); a name and an object whose
+strings have quotes of their own (Gemma 4); a list of Python's calls (LFM2).
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from gcore_rollout.errors import RequestError
+
+Properties: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of a tool's arguments, by name."""
+
+_NAME = "gcorename"
+_ARGUMENTS = {"gcorekeya": "gcorevaluea", "gcorekeyb": "gcorevalueb"}
+_CALL_IDS = ("gcoreid01", f"functions.{_NAME}:0")
+"""Mistral's ids have nine characters, and Kimi's hold the name, which it writes nowhere else."""
+_THOUGHTS = re.compile(
+    r"<think>.*?(?:</think>|\Z)"
+    r"|\[THINK\].*?(?:\[/THINK\]|\Z)"
+    r"|<\|channel>thought.*?(?:<channel\|>|\Z)"
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)",
+    re.DOTALL,
+)
+_MARK = re.compile(r"<\W?[^<>\s]+\W?>|\[[A-Z_]+\]")
+_FIRST_MARK = re.compile(rf"\A(?:{_MARK.pattern})")
+_WORDS = {"True": True, "False": False, "None": None}
+_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One call that a turn holds."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+    """Why the call cannot be read; empty: it can."""
+
+
+ReadCalls: TypeAlias = Callable[[str, Mapping[str, Properties]], list[ToolCall]]
+"""Reads the calls of a text; the second argument has the properties of each tool."""
+
+
+def read_calls(
+    turn: str, read: ReadCalls, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[ToolCall]:
+    """Return the calls of a turn with its special tokens.
+
+    What stands in its thoughts is no call, also where the chat template has opened them, or nothing closes them.
+
+    Args:
+        read: of `find_call_form`.
+        tools: JSON schemas of the functions. In some forms they alone say whether 5 is a text or a number.
+    """
+    properties: dict[str, Properties] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        properties[function["name"]] = function.get("parameters", {}).get("properties", {})
+    answer = _THOUGHTS.sub("", turn).rpartition("</think>")[2]
+    return read(answer, properties)
+
+
+def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> ReadCalls:
+    """Return the function that reads calls as a chat template writes them; if it writes none, as Hermes does.
+
+    ``render`` applies the template to messages, and raises a `RequestError` for those that the template refuses.
+    """
+    for call_id in _CALL_IDS:
+        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+            text = _render_call(render, call_id, arguments)
+            if _NAME in text and all(key in text for key in _ARGUMENTS):
+                return _json_form(text) or _element_form(text)
+    return read_hermes
+
+
+def _render_call(
+    render: Callable[[list[dict[str, Any]]], str], call_id: str, arguments: object
+) -> str:
+    """Return what a template writes of a turn with a call, without what it writes of a turn with text, too."""
+    function = {"name": _NAME, "arguments": arguments}
+    call = {"type": "function", "id": call_id, "function": function}
+    question = {"role": "user", "content": "?"}
+    try:
+        text = render([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        answer = render([question, {"role": "assistant", "content": "gcoreanswer"}])
+    except RequestError:
+        return ""
+    end_of_turn = answer.rpartition("gcoreanswer")[2]
+    return text[count_common(text, answer) :].removesuffix(end_of_turn)
+
+
+def count_common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of entries that both start with."""
+    count = 0
+    while first[count : count + 1] == second[count : count + 1] and count < len(first):
+        count += 1
+    return count
+
+
+def _json_form(text: str) -> ReadCalls | None:
+    """Return how to read calls whose arguments are JSON, as in this text; None: they are not."""
+    for brace in re.finditer(r"\{", text):
+        try:
+            value, end = _DECODER.raw_decode(text, brace.start())
+        except json.JSONDecodeError:
+            continue
+        if value == _ARGUMENTS:
+            before, _, between = text[: brace.start()].rpartition(_NAME)
+            marks = _MARK.findall(between)
+            # gpt-oss writes other words between the two than its template does.
+            middle = "[^{}]*?" + re.escape(marks[-1]) if marks else _flexible(between)
+            opening = _flexible(_last_line(before))
+            return partial(_read_named, re.compile(rf"{opening}\s*([\w./-]+){middle}\s*(?=\{{)"))
+        keys = {json.dumps(entry): key for key, entry in value.items()}
+        name_key = keys.get(json.dumps(_NAME))
+        arguments_key = keys.get(json.dumps(_ARGUMENTS))
+        if name_key and arguments_key:
+            opening = _last_line(text[: brace.start()]).removesuffix("[")
+            closing = _MARK.match(text[end:].lstrip("] \n"))
+            return partial(
+                _read_objects,
+                opening,
+                closing.group() if closing else "",
+                name_key,
+                arguments_key,
+            )
+    return None
+
+
+def _element_form(text: str) -> ReadCalls:
+    """Return how to read calls whose arguments stand one by one, as in this text."""
+    (key, value), (next_key, next_value) = _ARGUMENTS.items()
+    before, _, after_name = text.partition(key)[0].rpartition(_NAME)
+    to_value, _, rest = text.partition(key)[2].partition(value)
+    between, _, rest = rest.partition(next_key)
+    rest = rest.partition(next_value)[2]
+    opening = _last_line(before)
+    marks = _MARK.findall(rest)
+    if after_name.startswith("("):
+        return partial(_read_python, opening.removesuffix("["), marks[0] if marks else "")
+    for quote in marks[:1]:
+        if to_value.endswith(quote) and between.startswith(quote):
+            pattern = re.compile(rf"{_flexible(opening)}\s*([\w./-]+)(?=\{{)")
+            return partial(_read_quoted, pattern, quote, "".join(marks[1:2]))
+    to_key = between[len(between) - count_common(after_name[::-1], between[::-1]) :]
+    to_key = to_key[max(to_key.find("<"), 0) :]
+    end_of_value = between.removesuffix(to_key)
+    name = rf"{_flexible(opening)}\s*([\w./-]+){_flexible(after_name.removesuffix(to_key))}"
+    argument = rf"{_flexible(to_key)}(.+?){_flexible(to_value)}(.*?){_flexible(end_of_value)}"
+    end_of_call = rest.strip().removeprefix(end_of_value.strip()).split()[0]
+    return partial(_read_elements, re.compile(name), re.compile(argument, re.DOTALL), end_of_call)
+
+
+def _last_line(text: str) -> str:
+    """Return the last line with text, from its last mark on."""
+    lines = text.strip().splitlines()
+    if not lines:
+        return ""
+    line = lines[-1]
+    marks = list(_MARK.finditer(line))
+    return line[marks[-1].start() :] if marks else line
+
+
+def _flexible(text: str) -> str:
+    """Return the pattern of a text, in which any space stands for its spaces but at its ends, where a line may end."""
+    words = [re.escape(word) for word in text.split()]
+    start = r"\n?" if text[:1].isspace() else ""
+    end = r"\n?" if words and text[-1:].isspace() else ""
+    return start + r"\s*".join(words) + end
+
+
+def _make_call(name: object, arguments: object) -> ToolCall:
+    if isinstance(name, str) and isinstance(arguments, dict):
+        return ToolCall(name=name, arguments=arguments)
+    return _make_error("a call is an object with a name and an object of arguments")
+
+
+def _make_error(error: str, name: str = "") -> ToolCall:
+    return ToolCall(name=name, arguments={}, error=error)
+
+
+def _read_objects(
+    opening: str,
+    closing: str,
+    name_key: str,
+    arguments_key: str,
+    text: str,
+    tools: Mapping[str, Properties],
+) -> list[ToolCall]:
+    """Read calls that are JSON objects, or lists of them, between two marks; without marks the text is the call."""
+    del tools
+    # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
+    bodies = text.split(opening)[1:] if opening else [_FIRST_MARK.sub("", text)]
+    calls: list[ToolCall] = []
+    for body in bodies:
+        content, mark, _ = body.partition(closing) if closing else (body, "", "")
+        if mark != closing:
+            # The call was cut off.
+            continue
+        try:
+            value: Any = json.loads(content) if closing else _DECODER.raw_decode(content.strip())[0]
+        except json.JSONDecodeError as error:
+            if opening:
+                calls.append(_make_error(f"the call is not JSON: {error}"))
+            continue
+        for call in value if isinstance(value, list) else [value]:
+            entries: Any = call if isinstance(call, dict) else {}
+            if opening or name_key in entries:
+                calls.append(_make_call(entries.get(name_key), entries.get(arguments_key, {})))
+    return calls
+
+
+read_hermes: ReadCalls = partial(_read_objects, "<tool_call>", "</tool_call>", "name", "arguments")
+"""Reads ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen3 write calls."""
+
+
+def _read_named(
+    pattern: re.Pattern[str], text: str, tools: Mapping[str, Properties]
+) -> list[ToolCall]:
+    """Read calls that are a name, which the pattern finds, and JSON behind it."""
+    del tools
+    calls: list[ToolCall] = []
+    for match in pattern.finditer(text):
+        name = match.group(1)
+        try:
+            arguments, _ = _DECODER.raw_decode(text, match.end())
+        except json.JSONDecodeError as error:
+            calls.append(_make_error(f"the call is not JSON: {error}", name))
+        else:
+            calls.append(_make_call(name, arguments))
+    return calls
+
+
+def _read_elements(
+    pattern: re.Pattern[str],
+    argument: re.Pattern[str],
+    closing: str,
+    text: str,
+    tools: Mapping[str, Properties],
+) -> list[ToolCall]:
+    """Read calls that are a name, which the first pattern finds, and an element for each argument."""
+    calls: list[ToolCall] = []
+    position = 0
+    while match := pattern.search(text, position):
+        name = match.group(1)
+        properties = tools.get(name, {})
+        arguments: dict[str, Any] = {}
+        position = match.end()
+        while element := argument.match(text, _skip_space(text, position)):
+            key, value = element.groups()
+            arguments[key.strip()] = _convert(value, properties.get(key.strip(), {}))
+            position = element.end()
+        rest = text[position:].lstrip()
+        if rest.startswith(closing):
+            calls.append(ToolCall(name=name, arguments=arguments))
+        elif rest:
+            calls.append(_make_error(f"after its name and arguments stands {rest[:20]!r}", name))
+    return calls
+
+
+def _skip_space(text: str, position: int) -> int:
+    while text[position : position + 1].isspace():
+        position += 1
+    return position
+
+
+def _convert(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of an argument, which is a text if its schema says so, or if it is no JSON."""
+    if schema.get("type") == "string":
+        return text
+    if text.strip() in _WORDS:
+        return _WORDS[text.strip()]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _read_quoted(
+    pattern: re.Pattern[str],
+    quote: str,
+    closing: str,
+    text: str,
+    tools: Mapping[str, Properties],
+) -> list[ToolCall]:
+    """Read calls that are a name and an object whose keys have no quotes, and whose strings have a mark as quotes."""
+    del tools
+    calls: list[ToolCall] = []
+    for match in pattern.finditer(text):
+        body, mark, _ = text[match.end() :].partition(closing)
+        if mark != closing:
+            continue
+        parts = body.split(quote)
+        # Strings are every second part.
+        parts[::2] = [_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+        parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+        try:
+            calls.append(_make_call(match.group(1), json.loads("".join(parts))))
+        except json.JSONDecodeError as error:
+            calls.append(_make_error(f"the arguments cannot be read: {error}", match.group(1)))
+    return calls
+
+
+def _read_python(
+    opening: str, closing: str, text: str, tools: Mapping[str, Properties]
+) -> list[ToolCall]:
+    """Read calls that are a Python list of calls with named arguments between two marks, which may be missing."""
+    del tools
+    bodies = text.split(opening)[1:] if opening else [text]
+    calls: list[ToolCall] = []
+    for body in bodies:
+        content, mark, _ = body.partition(closing) if closing else (body, "", "")
+        if mark != closing:
+            continue
+        try:
+            expression = ast.parse(content.strip(), mode="eval").body
+            nodes = expression.elts if isinstance(expression, ast.List) else [expression]
+            calls.extend(map(_read_node, nodes))
+        except (SyntaxError, ValueError) as error:
+            if opening:
+                calls.append(_make_error(f"the call is not Python: {error}"))
+    return calls
+
+
+def _read_node(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("expected calls with named arguments alone")
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        for name in ast.walk(keyword.value):
+            # JSON's words are names in Python.
+            if isinstance(name, ast.Name) and name.id in ("true", "false", "null"):
+                name.id = {"true": "True", "false": "False", "null": "None"}[name.id]
+        value = ast.unparse(keyword.value)
+        arguments[str(keyword.arg)] = ast.literal_eval(value)
+    return ToolCall(name=ast.unparse(node.func), arguments=arguments)
