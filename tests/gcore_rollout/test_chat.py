@@ -352,6 +352,22 @@ def test_calls_that_cannot_be_read_say_why(name: str, turn: str, error: str) -> 
     assert call.error.startswith(error)
 
 
+@pytest.mark.parametrize("value", ["[" * 100_000, "9" * 10_000, '{"a":' * 50_000])
+def test_hostile_arguments_are_errors_of_their_call(value: str) -> None:
+    for name, turn in (
+        ("qwen3", f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>'),
+        ("gptoss", f' to=functions.add<|message|>{{"a": {value}}}'),
+        ("gemma4_v5", f"<|tool_call>call:add{{a:{value}}}<tool_call|>"),
+        ("lfm2_2_5", f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>"),
+    ):
+        [call] = ChatEncoder(make_tokenizer(name)).calls(turn)
+        assert call.error
+    [call] = ChatEncoder(make_tokenizer("qwen3_6")).calls(
+        f"<function=add>\n<parameter=a>\n{value}\n</parameter>\n</function>"
+    )
+    assert call.arguments == {"a": value}
+
+
 def test_templates_that_write_no_calls_have_those_of_hermes() -> None:
     for name in WITHOUT_CALLS & {*TEMPLATES}:
         tokenizer = make_tokenizer(name)

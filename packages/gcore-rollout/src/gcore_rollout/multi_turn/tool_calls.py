@@ -35,6 +35,8 @@ _FIRST_MARK = re.compile(rf"\A(?:{_MARK.pattern})")
 _WORDS = {"True": True, "False": False, "None": None}
 _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
 _DECODER = json.JSONDecoder()
+_FAULTS = (ValueError, RecursionError, MemoryError)
+"""What parsers raise of text that is malformed, or nested too deeply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,14 @@ def _flexible(text: str) -> str:
     return start + r"\s*".join(words) + end
 
 
+def _split_calls(text: str, opening: str, closing: str) -> list[str]:
+    """Return what stands between two marks; without the first the text is one call, whose end needs no mark."""
+    # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
+    bodies = text.split(opening)[1:] if opening else [_FIRST_MARK.sub("", text)]
+    # Calls without their end were cut off.
+    return [body.partition(closing)[0] if closing else body for body in bodies if closing in body]
+
+
 def _make_call(name: object, arguments: object) -> ToolCall:
     if isinstance(name, str) and isinstance(arguments, dict):
         return ToolCall(name=name, arguments=arguments)
@@ -199,17 +209,11 @@ def _read_objects(
 ) -> list[ToolCall]:
     """Read calls that are JSON objects, or lists of them, between two marks; without marks the text is the call."""
     del tools
-    # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
-    bodies = text.split(opening)[1:] if opening else [_FIRST_MARK.sub("", text)]
     calls: list[ToolCall] = []
-    for body in bodies:
-        content, mark, _ = body.partition(closing) if closing else (body, "", "")
-        if mark != closing:
-            # The call was cut off.
-            continue
+    for content in _split_calls(text, opening, closing):
         try:
             value: Any = json.loads(content) if closing else _DECODER.raw_decode(content.strip())[0]
-        except json.JSONDecodeError as error:
+        except _FAULTS as error:
             if opening:
                 calls.append(_make_error(f"the call is not JSON: {error}"))
             continue
@@ -234,7 +238,7 @@ def _read_named(
         name = match.group(1)
         try:
             arguments, _ = _DECODER.raw_decode(text, match.end())
-        except json.JSONDecodeError as error:
+        except _FAULTS as error:
             calls.append(_make_error(f"the call is not JSON: {error}", name))
         else:
             calls.append(_make_call(name, arguments))
@@ -282,7 +286,7 @@ def _convert(text: str, schema: Mapping[str, Any]) -> Any:
         return _WORDS[text.strip()]
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except _FAULTS:
         return text
 
 
@@ -306,7 +310,7 @@ def _read_quoted(
         parts[1::2] = [json.dumps(part) for part in parts[1::2]]
         try:
             calls.append(_make_call(match.group(1), json.loads("".join(parts))))
-        except json.JSONDecodeError as error:
+        except _FAULTS as error:
             calls.append(_make_error(f"the arguments cannot be read: {error}", match.group(1)))
     return calls
 
@@ -316,17 +320,13 @@ def _read_python(
 ) -> list[ToolCall]:
     """Read calls that are a Python list of calls with named arguments between two marks, which may be missing."""
     del tools
-    bodies = text.split(opening)[1:] if opening else [text]
     calls: list[ToolCall] = []
-    for body in bodies:
-        content, mark, _ = body.partition(closing) if closing else (body, "", "")
-        if mark != closing:
-            continue
+    for content in _split_calls(text, opening, closing):
         try:
             expression = ast.parse(content.strip(), mode="eval").body
             nodes = expression.elts if isinstance(expression, ast.List) else [expression]
             calls.extend(map(_read_node, nodes))
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, *_FAULTS) as error:
             if opening:
                 calls.append(_make_error(f"the call is not Python: {error}"))
     return calls
