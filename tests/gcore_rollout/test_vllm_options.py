@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,18 @@ from engine_oracles import (
     reference_after_swap,
     until_sampled,
 )
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PhimoeConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from gcore_rollout import VLLMEngine
 from gcore_rollout.engines.vllm import process
@@ -30,6 +43,16 @@ from gcore_rollout.engines.vllm.options import (
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
+DENSE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+MIXTURE = DENSE | {"num_experts_per_tok": 2}
+
 
 def engine_args() -> Any:
     """Return vLLM's class of arguments, imported as the engine does, without its compiled helpers."""
@@ -37,6 +60,49 @@ def engine_args() -> Any:
     with torch._dynamo.config.patch(disable=True):  # pyright: ignore[reportPrivateUsage] - it has no public name
         from vllm import EngineArgs
     return EngineArgs
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**MIXTURE, num_experts=4, moe_intermediate_size=8),
+        Qwen2MoeConfig(**MIXTURE, num_experts=4, moe_intermediate_size=8),
+        OlmoeConfig(**MIXTURE, num_experts=4),
+        MixtralConfig(**MIXTURE, num_local_experts=4),
+        PhimoeConfig(**MIXTURE, num_local_experts=4),
+        DeepseekV3Config(
+            **MIXTURE,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=8,
+            first_k_dense_replace=1,
+        ),
+        GptOssConfig(**MIXTURE, num_local_experts=4, head_dim=8),
+        Qwen2Config(**DENSE),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_weights_are_published_by_the_names_of_the_folder(config: Any, tmp_path: Path) -> None:
+    """As transformers saves them, without copies."""
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    shapes = process.checkpoint_shapes(tmp_path)
+    weights = list(model.state_dict().items())
+    published = process.publish_weights(tmp_path, shapes, weights, is_tied=False)
+    assert published.keys() == saved.keys()
+    memory = {tensor.untyped_storage().data_ptr() for _, tensor in weights}
+    for name, tensor in published.items():
+        assert torch.equal(tensor, saved[name]), name
+        assert tensor.untyped_storage().data_ptr() in memory
+
+
+def test_weights_of_another_model_are_not_published(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(Qwen2Config(**DENSE)).save_pretrained(tmp_path)
+    shapes = process.checkpoint_shapes(tmp_path)
+    with pytest.raises(ValueError, match="weights do not match the model: unknown names"):
+        process.publish_weights(tmp_path, shapes, [("other", torch.ones(2))], is_tied=False)
 
 
 def test_options_by_device() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_oracles import (
     VLLM_IMPORT_WARNINGS,
+    VOCAB_SIZE,
     TinyModel,
     assert_equal,
     collect,
@@ -23,7 +24,7 @@ from memory_growth import PRIVATE, SHARED, growing
 from process_tree import descendants, left_after
 from ray_cluster import ray_cluster
 from safetensors import safe_open
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_rollout import (
     EngineDiedError,
@@ -109,6 +110,41 @@ async def test_two_devices_are_as_one(tied: TinyModel, monkeypatch: pytest.Monke
         await engine.update_weights(iter(tied.old.state_dict().items()), version=2)
     await engine.close()
     assert not left_after(workers, 10.0)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+async def test_a_mixture_takes_the_weights_of_its_trainer(tmp_path: Path, num_devices: int) -> None:
+    """transformers has fused the experts' matrices, which the folder and vLLM have one by one."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    engine = VLLMEngine.from_pretrained(
+        tmp_path,
+        max_num_seqs=8,
+        eos_token_ids=[],
+        tensor_parallel_size=num_devices,
+        kv_cache_memory_bytes=16 << 20,
+    )
+    assert max(errors(model, REQUESTS, await collect(engine, *REQUESTS))) < 1e-5
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    for version in (1, 2):
+        await engine.update_weights(iter(model.state_dict().items()), version=version)
+        assert max(errors(model, REQUESTS, await collect(engine, *REQUESTS))) < 1e-5
+    await engine.close()
 
 
 async def test_an_update_takes_little_more_memory_than_a_bucket(

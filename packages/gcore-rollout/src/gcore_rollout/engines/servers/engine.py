@@ -38,9 +38,9 @@ from gcore_rollout.engines.servers.served import (
     write_weights,
 )
 from gcore_rollout.engines.vllm.process import (
-    check_weights_and_head,
     checkpoint_shapes,
     eos_token_ids,
+    publish_weights,
 )
 from gcore_rollout.errors import (
     EngineDiedError,
@@ -106,6 +106,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         self._is_tied = bool(config.tie_word_embeddings)
         self._repacks_head = self._is_tied and is_on_cpu
         self._shapes = checkpoint_shapes(self._model_path)
+        self._repacks_experts = is_on_cpu and any(".experts." in name for name in self._shapes)
         self._declared_eos = eos_token_ids(self._model_path)
         self._eos = self._declared_eos if eos is None else list(eos)
         self._identity = uuid.uuid4().hex
@@ -175,8 +176,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
                 raise RolloutError(
                     "the engine was made without weights_dir: update_weights needs it"
                 )
-            new = dict(weights)
-            check_weights_and_head(self._shapes, new, is_tied=self._is_tied)
+            new = publish_weights(self._model_path, self._shapes, weights, is_tied=self._is_tied)
             await self._check_update_possible()
             await _complete(self._replace_weights(new, self._weights_dir, version))
         self._start()

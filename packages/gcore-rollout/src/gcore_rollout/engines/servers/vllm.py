@@ -26,9 +26,9 @@ class VLLMServerEngine(ServerEngine):
     and for `sleep` with ``--enable-sleep-mode``; on CPU, where vLLM frees nothing, `sleep` only stops it. vLLM's build
     for CPU starts with ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
 
-    For new weights of a model with a tied head, a server on CPU also needs this package on its import path, and
-    ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would keep the old head, so `update_weights` is
-    refused without it.
+    For new weights of a model with a tied head or a mixture of experts, a server on CPU also needs this package on its
+    import path, and ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would keep the old head, and
+    read experts wrongly, so `update_weights` is refused without it.
 
     Temperatures, seeds and continued samples are as in `VLLMEngine`. The version of each token is the server's own
     record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs less.
@@ -115,20 +115,28 @@ class VLLMServerEngine(ServerEngine):
 
     async def _check_update_possible(self) -> None:
         try:
+            await self._forget_experts()
             await self._repack_head()
         except ServerRequestError as error:
             raise RolloutError(
-                f"the server at {self._client.url} would keep the old weights of its tied head: "
+                f"the server at {self._client.url} would load the new weights of its tied head or experts wrongly: "
                 f"start it with --worker-extension-cls {_WORKER}"
             ) from error
 
     async def _load_on_server(self, folder: Path, version: int) -> None:
+        await self._forget_experts()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._client.call("POST", "/collective_rpc", body=body)
         await self._repack_head()
         await self._client.call(
             "POST", "/update_weight_version", body={"new_version": str(version)}
         )
+
+    async def _forget_experts(self) -> None:
+        """Have kernels of experts made again where vLLM would give them matrices that are not packed."""
+        if self._repacks_experts:
+            body = {"method": "forget_expert_kernels"}
+            await self._client.call("POST", "/collective_rpc", body=body)
 
     async def _repack_head(self) -> None:
         """Have a tied head packed again where vLLM would keep the old one."""

@@ -117,6 +117,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         needs_generators = (on_cpu or not self._draws_by_sample) and not self._has_ranks
         self._generators = options.OwnGenerators(on_cpu=on_cpu) if needs_generators else None
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._path = Path(config.model_config.model)
         self._shapes = shapes
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
@@ -271,9 +272,10 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         engine = self._engine
         # A step in flight would be labelled with the new version.
         self._settle()
-        new = {name: tensor.detach() for name, tensor in weights}
-        process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
+        new = process.publish_weights(self._path, self._shapes, weights, is_tied=self._tied)
         with self._noting_deaths():
+            if self._on_cpu:
+                engine.apply_model(process.forget_expert_kernels)
             if self._has_ranks:
                 ranks.send_weights(engine, new)
             else:

@@ -6,8 +6,9 @@ import json
 import mmap
 import os
 import random
+import re
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from gcore_rollout.engines.queueing import return_free_memory
 from gcore_rollout.engines.vllm import ranks
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_EXPERT = re.compile(r".*\.(\d+)\.(.*)")
+"""The last number in a name, and what follows it."""
 TIED_HEAD = "lm_head.weight"
 """The tensor that a checkpoint may leave out if the model uses its embedding in its place."""
 
@@ -159,6 +163,17 @@ def free_kv_cache(worker: Any) -> None:
     return_free_memory()
 
 
+def forget_expert_kernels(model: Any) -> None:
+    """Have vLLM make the kernels of a mixture's experts again when it reloads weights.
+
+    On CPU they take packed matrices, and vLLM 0.32 packs those of the first load alone.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 def repack_head(model: torch.nn.Module) -> None:
     """Pack a tied head's weight again: on CPU vLLM reloads the embedding and leaves the head's packed copy stale."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -181,6 +196,10 @@ class TiedHeadWorker:
     """
 
     model_runner: Any
+
+    def forget_expert_kernels(self) -> None:
+        """Prepare a mixture for new weights; `VLLMServerEngine` calls this by its name."""
+        forget_expert_kernels(self.model_runner.get_model())
 
     def repack_tied_head(self) -> None:
         """Pack the head again after weights were loaded; `VLLMServerEngine` calls this by its name."""
@@ -240,13 +259,53 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights_and_head(
-    shapes: Mapping[str, tuple[int, ...]], new: dict[str, Any], *, is_tied: bool
-) -> None:
-    """Refuse weights that are not the model's, and remove a tied head, which need not be among them."""
+def publish_weights(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    is_tied: bool,
+) -> dict[str, torch.Tensor]:
+    """Return a model's weights by the names of its folder, without a tied head, which need not be among them.
+
+    Of a mixture that transformers has fused, each expert's matrices are views. A `ValueError` for weights that are not
+    the model's.
+    """
+    new: dict[str, torch.Tensor] = {}
+    model: Any = None
+    for name, weight in weights:
+        tensor = weight.detach()
+        if name in shapes or name == TIED_HEAD:
+            new[name] = tensor
+            continue
+        if model is None:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        new |= _split_fused(model, name, tensor)
     check_shapes(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
     if is_tied:
         new.pop(TIED_HEAD, None)
+    return new
+
+
+def _split_fused(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return views of the tensors that transformers has fused in this one, [experts, rows of all, columns]."""
+    published = revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")})
+    if len(published) == 1:
+        return dict.fromkeys(published, tensor)
+    num_fused = len(published) // tensor.shape[0]
+    positions: dict[str, int] = {}
+    views: dict[str, torch.Tensor] = {}
+    for key, part in published.items():
+        match = _EXPERT.fullmatch(key)
+        assert match is not None
+        expert, matrix = match.groups()
+        position = positions.setdefault(matrix, len(positions))
+        views[key] = tensor[int(expert)].chunk(num_fused)[position]
+        if views[key].shape != part.shape:
+            # Fused in another way: these are copies.
+            return revert_weight_conversion(model, {name: tensor})
+    return views
 
 
 def eos_token_ids(folder: Path) -> list[int]:
