@@ -51,7 +51,7 @@ DENSE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-MIXTURE = DENSE | {"num_experts_per_tok": 2}
+MIXTURE: dict[str, Any] = DENSE | {"num_experts_per_tok": 2}
 
 
 def engine_args() -> Any:

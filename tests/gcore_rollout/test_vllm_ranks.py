@@ -115,18 +115,16 @@ async def test_two_devices_are_as_one(tied: TinyModel, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("num_devices", [1, 2])
 async def test_a_mixture_takes_the_weights_of_its_trainer(tmp_path: Path, num_devices: int) -> None:
     """transformers has fused the experts' matrices, which the folder and vLLM have one by one."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        max_position_embeddings=512,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM(config)
     model.save_pretrained(tmp_path)
