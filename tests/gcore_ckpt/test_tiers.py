@@ -26,7 +26,7 @@ from gcore_ckpt import (
 from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import whole_steps
 
-HEARD_WITHIN_S = 20.0
+HEARD_WITHIN_S = 60.0
 
 
 def files(root: Path) -> dict[str, list[str]]:
