@@ -189,7 +189,7 @@ import torch.distributed.checkpoint as dcp
 from gcore_ckpt.integrations.dcp import StorageWriter
 dcp.async_save({{"w": torch.ones(3)}}, storage_writer=StorageWriter("{tmp_path}", step=1))
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=300)
     assert gcore_ckpt.load(tmp_path)["w"].tolist() == [1, 1, 1]
 
 
@@ -277,20 +277,20 @@ def test_ranks_save_stateful_objects_and_dcp_loads_them(ranks: RankPool, tmp_pat
 def test_values_that_differ_between_ranks_are_refused_or_kept(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    for error in ranks.errors("save_own_values", str(tmp_path), 2, False, size=2, timeout_s=60):
+    for error in ranks.errors("save_own_values", str(tmp_path), 2, False, size=2, timeout_s=300):
         assert (
             "state['place'] is of 0 on rank 0 and of 1 on rank 1; wrap what each rank has of its own"
             in error
         )
     assert Checkpointer(tmp_path).steps() == []
-    ranks.run("save_own_values", str(tmp_path), 2, True, size=2, timeout_s=60)
-    assert ranks.run("load_own_values", str(tmp_path), 2, size=2, timeout_s=60) == ["of 0", "of 1"]
+    ranks.run("save_own_values", str(tmp_path), 2, True, size=2, timeout_s=300)
+    assert ranks.run("load_own_values", str(tmp_path), 2, size=2, timeout_s=300) == ["of 0", "of 1"]
 
 
 def test_ranks_that_find_different_steps_load_none(ranks: RankPool, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(2)})
-    for error in ranks.errors("load_different_steps", str(tmp_path), 2, size=2, timeout_s=60):
+    for error in ranks.errors("load_different_steps", str(tmp_path), 2, size=2, timeout_s=300):
         assert "the latest steps of" in error
         assert "are [1, 2] on the ranks" in error

@@ -26,7 +26,7 @@ from gcore_ckpt.storage.local import LocalStorage
 from gcore_ckpt.threads import CheckpointCalls, Outcome
 
 ROUNDS = int(os.environ.get("GCORE_CKPT_SIGNALS", "6"))
-LONG_S = 60.0
+LONG_S = 300.0
 
 
 class Child(Protocol):

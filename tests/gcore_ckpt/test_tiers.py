@@ -26,7 +26,7 @@ from gcore_ckpt import (
 from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import whole_steps
 
-HEARD_WITHIN_S = 20.0
+HEARD_WITHIN_S = 60.0
 
 
 def files(root: Path) -> dict[str, list[str]]:
@@ -197,7 +197,7 @@ def test_kills_at_random_moments(rank_server: RankServer, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_many_kills_at_random_moments(rank_server: RankServer, tmp_path: Path) -> None:
-    kills(rank_server, tmp_path, int(os.environ.get("GCORE_CKPT_KILLS", "200")), seed=1)
+    kills(rank_server, tmp_path, int(os.environ.get("GCORE_CKPT_KILLS", "80")), seed=1)
 
 
 @pytest.mark.parametrize(

@@ -192,4 +192,4 @@ async def test_a_value_is_lost_with_who_put_it(producer: Any) -> None:
         ControllerError,
         match=rf"a value of {4 * LARGE} bytes is lost, for the process that put it",
     ):
-        await asyncio.wait_for(reference.get(), 60)
+        await asyncio.wait_for(reference.get(), 300)

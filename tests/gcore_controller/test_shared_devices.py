@@ -117,7 +117,7 @@ async def test_controllers_with_models_have_gpus_of_their_own() -> None:
 
 async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     reserved = SimpleNamespace(
-        cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=60.0
+        cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=300.0
     )
     config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
     engines = RoleActors[Any](
@@ -136,7 +136,7 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
         await engines.resize(SIZES, config)
         found = SharedDevices.of(SIZES, await engines.devices())
         # No GPU is left, and the ranks need none of their own.
-        await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=60.0, devices=found.ranks)
+        await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=300.0, devices=found.ranks)
         own = places(group)
         assert own == sorted(own), "neighbours are on one node"
         assert len(set(own)) == NUM_NODES * GPUS_PER_NODE

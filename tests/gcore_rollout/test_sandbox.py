@@ -133,7 +133,7 @@ async def test_a_program_without_tests_to_pass_passes_none(isolated: Sandbox) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
-    ["while True: pass", "import time; time.sleep(100)", "import os; os.read(0, 1); os.pause()"],
+    ["while True: pass", "import time; time.sleep(1000)", "import os; os.read(0, 1); os.pause()"],
 )
 @pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 async def test_wall_time(isolation: Isolation, program: str) -> None:
@@ -142,7 +142,7 @@ async def test_wall_time(isolation: Isolation, program: str) -> None:
     began = time.monotonic()
     result = await sandbox.run(program, tests=["pass"])
     assert (result.outcome, result.passed, result.exit_code) == ("timed_out", (False,), 137)
-    assert time.monotonic() - began < 60, "the program sleeps for 100 s, or for ever"
+    assert time.monotonic() - began < 300, "the program sleeps for 1000 s, or for ever"
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ async def test_cpu_time() -> None:
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     )
     assert result.outcome == "timed_out"
-    assert 0.9 < result.cpu_s < 1.5
+    assert 0.9 < result.cpu_s < 3
     assert result.wall_s < 299
 
 
@@ -496,7 +496,7 @@ async def test_the_loop_stays_free_and_calls_are_bounded() -> None:
             ticks += 1
 
     ticker = asyncio.create_task(tick())
-    program = "import time\nprint(time.monotonic())\ntime.sleep(0.3)\nprint(time.monotonic())"
+    program = "import time\nprint(time.monotonic())\ntime.sleep(1)\nprint(time.monotonic())"
     results = await asyncio.gather(*(sandbox.run(program) for _ in range(6)))
     ticker.cancel()
     spans = [tuple(map(float, r.stdout.split())) for r in results]
@@ -523,12 +523,13 @@ async def test_many_leave_no_descriptor_and_no_child(sandbox: Sandbox) -> None:
         asyncio.create_task(sandbox.run("import time; time.sleep(0.5)", tests=["pass"]))
         for _ in range(8)
     ]
-    await asyncio.sleep(0.3)
-    assert children() - others
+    async with asyncio.timeout(300):
+        while not children() - others:
+            await asyncio.sleep(0.01)
     await asyncio.gather(*running)
-    await asyncio.sleep(0.05)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
-    assert not children() - others
+    async with asyncio.timeout(300):
+        while children() - others or len(list(Path("/proc/self/fd").iterdir())) > before + 1:
+            await asyncio.sleep(0.01)
 
 
 async def test_import_paths(tmp_path: Path) -> None:

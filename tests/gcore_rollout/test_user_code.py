@@ -217,15 +217,15 @@ async def test_a_reward_in_a_process_of_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A call that hangs, dies or takes too much memory fails alone: those before and after it have their scores."""
-    limits = ProcessLimits(call_s=0.5, memory_bytes=1 << 28)
+    limits = ProcessLimits(call_s=1.0, memory_bytes=1 << 28)
     spec = f"{tmp_path}/mine.py:reward"
     Path(tmp_path, "mine.py").write_text(IN_A_PROCESS)
     in_process: Any = build_reward(spec, process_limits=limits)
-    # The time of calls that wait for others does not run.
-    runner = runner_of(in_process, timeout_s=0.6)
+    # The time of calls that wait for others does not run: the last of them wait for two that take a second.
+    runner = runner_of(in_process, timeout_s=1.8)
     ends = {
-        "hangs": "did not answer within 0.5 s",
-        "waits": "did not answer within 0.5 s",
+        "hangs": "did not answer within 1 s",
+        "waits": "did not answer within 1 s",
         "takes memory": "took more than 0.25 GiB of memory",
         "dies": "ended its process, which was killed by SIGKILL",
         "fails": "ValueError: p",
@@ -249,7 +249,7 @@ async def test_a_reward_in_a_process_of_its_own(
     in_process.close()
     scoring = ProcessReward(partial(load_reward, spec), limits=limits, limit_score=0.0)
     assert await score(scoring, prompt="p", completion="hangs", row={}) == 0.0
-    assert "did not answer within 0.5 s, and scores 0: 'hangs'" in caplog.text
+    assert "did not answer within 1 s, and scores 0: 'hangs'" in caplog.text
     scoring.close()
 
 

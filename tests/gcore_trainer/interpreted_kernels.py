@@ -309,7 +309,7 @@ def test_fused_layers_of_sharded_models(qwen2: Path, tmp_path: Path) -> None:
     ]
     for process in ranks:
         process.start()
-    found = [results.get(timeout=100) for _ in ranks]
+    found = [results.get(timeout=600) for _ in ranks]
     for process in ranks:
         process.join()
     assert found[0] == found[1]

@@ -98,14 +98,14 @@ HSDP_RING = ParallelConfig(context_parallel_size=2, fsdp_size=2)
         *("hsdp2x2", "hsdp2x2-ring2"),
     ],
 )
-def test_ten_steps_are_those_of_one_process(
+def test_steps_are_those_of_one_process(
     rank_server: RankServer, qwen2: Path, size: int, parallel: ParallelConfig
 ) -> None:
     """Uneven parts, dual clip, KL and entropy terms, warm-up, weight decay and clipping included."""
     objective = PolicyObjective(
         PolicyLossConfig(clip_ratio_c=2.0, kl_loss_coef=0.05, entropy_coeff=0.01)
     )
-    steps = steps_of(qwen2, 10)
+    steps = steps_of(qwen2, 6)
     expected, weights = train_alone(qwen2, objective, OPTIMIZER, steps)
     parts = [
         dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)

@@ -42,7 +42,7 @@ from gcore_trainer import (
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, SAVED, RESUMED = 10, 5, 8
+NUM_STEPS, SAVED, RESUMED = 6, 3, 5
 LORA = LoRAConfig(rank=4, alpha=8)
 # With a smaller eps, an entry whose gradient is no more than rounding error moves by whole steps of the rate.
 RATE = replace(OPTIMIZER, lr=3e-3, eps=1e-5)
@@ -121,7 +121,7 @@ def assert_same_metrics(metrics: list[dict[str, float]], expected: list[dict[str
     ],
     ids=str,
 )
-def test_ten_steps_are_those_of_the_torch_backend(
+def test_steps_are_those_of_the_torch_backend(
     rank_server: RankServer,
     root: Path,
     name: str,

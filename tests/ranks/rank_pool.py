@@ -141,7 +141,7 @@ class RankPool:
         for rank, pidfd in enumerate(self._pidfds):
             with suppress(ProcessLookupError):  # it is dying of an earlier kill
                 self.kill(rank)
-            ended = select.select([pidfd], [], [], 20)[0]
+            ended = select.select([pidfd], [], [], 300)[0]
             os.close(pidfd)
             self._connections[rank].close()
             assert ended, f"process {self.pids[rank]} did not end"

@@ -90,11 +90,12 @@ def test_bad_options_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_program_is_watched_with_what_it_starts_and_leaves_nothing(tmp_path: Path) -> None:
-    started = "memory = b'x' * 2**27; import time; time.sleep(100)"
+    started = "memory = b'x' * 2**27; print(flush=True); import time; time.sleep(1000)"
     code = (
         "import subprocess, sys; "
-        f'p = subprocess.Popen([sys.executable, "-c", "{started}"], start_new_session=True); '
-        "print(p.pid, flush=True); p.wait(2.5)"
+        f'command = [sys.executable, "-c", "{started}"]; '
+        "p = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE); "
+        "p.stdout.readline(); print(p.pid, flush=True); p.wait(2.5)"
     )
     log = tmp_path / "log"
     with pytest.raises(BenchError, match=r"it failed: .*TimeoutExpired.* \(see "):

@@ -216,7 +216,7 @@ def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[
     assert len(re.findall(r"process \d+ on [\d.]+, died: .*", log)) >= len(announced_losses)
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
     assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
-    assert not left_after(processes, 10.0)
+    assert not left_after(processes, 60.0)
 
 
 async def test_announcements_of_controllers() -> None:
@@ -252,7 +252,7 @@ def own_cluster() -> Iterator[None]:
 @pytest.mark.usefixtures("own_cluster")
 def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None:
     """While the other one, which is asked first, waits for it; so is one that is stopped for good."""
-    ranks = TrainerConfig(num_processes=2, heartbeat_timeout_s=3.0)
+    ranks = TrainerConfig(num_processes=2, heartbeat_timeout_s=8.0)
     config = TrainConfig(device="cpu", dtype="float32", threads=2, runtime="ray", trainer=ranks)
     spec = ray_trainer_spec(config, tiny, tmp_path / "checkpoints")
     learner = RayTrainerGroup()
@@ -279,7 +279,7 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     place = learner.ranks.locations[1]
     os.kill(int(place.split()[1]), signal.SIGSTOP)
     with pytest.raises(
-        RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")
+        RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 8 s: ")
     ):
         learner.save(2, {"step": 2, "controllers": []})
     # Its place on the cluster is free again.
@@ -349,6 +349,6 @@ def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None
     assert len(processes) == 3
     command.send(signal.SIGINT)
     assert command.wait().code == 130
-    assert not left_after(processes, 10.0)
+    assert not left_after(processes, 60.0)
     num_steps = len(step_rows(run))
     assert Checkpointer(run / "checkpoints").steps() == [num_steps]

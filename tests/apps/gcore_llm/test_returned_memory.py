@@ -29,7 +29,7 @@ from pathlib import Path
 def loss(tokens, config):
     with Path("trained").open("a") as file:
         print(time.time(), file=file)
-    time.sleep(0.1)
+    time.sleep(0.5)
     return -tokens.advantages * tokens.ratio
 """
 
@@ -159,7 +159,7 @@ def test_memory_of_what_sleeps_is_returned(
     times = sorted(float(line) for line in (cli.cwd / "trained").read_text().split())
     assert len(times) == 2 * 2
     # Each step has a micro-batch on each of the two ranks.
-    training = [(times[i], times[i + 1] + 0.1) for i in (0, 2)]
+    training = [(times[i], times[i + 1] + 0.5) for i in (0, 2)]
     # Keys and values of all responses, or of all verdicts. The weights that the policy drops are in the object store.
     cache_bytes = NUM_SAMPLES * NUM_TOKENS * BYTES_PER_TOKEN
     # Half of the parameters, gradients and two moments; copies of what is kept are in memory all the time.

@@ -422,8 +422,9 @@ def test_a_controllers_load_is_its_own_code() -> None:
 
     run_simulated(program, roles=None, world_size=2)
     idle_s, busy_s = meter.cut()
-    assert idle_s < 0.02
-    assert 0.1 <= busy_s < 0.2
+    # The code of either child is 0.05 s, what it excludes 0.2 s.
+    assert idle_s < 0.05
+    assert 0.1 <= busy_s < 0.3
     assert meter.cut() == [0.0, 0.0]
 
 

@@ -60,8 +60,8 @@ def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
             except FileNotFoundError:
                 break  # it has just ended
     assert command.wait().code == 0
-    settled, last = (
-        statistics.median(found[s] for s in steps if s in found) for steps in (SETTLED, LAST)
-    )
     assert len(found) > 40
+    settled = statistics.median(found[step] for step in SETTLED if step in found)
+    # What is taken for a moment, as for a garbage collection that is late, is no growth.
+    last = min(found[step] for step in LAST if step in found)
     assert last < 1.01 * settled, f"{settled / 1e6:.1f} MB, then {last / 1e6:.1f} MB"

@@ -106,7 +106,7 @@ async def scenario(logs: Path, ids: list[str]) -> None:
         actors.append(
             remote(Engine).options(num_cpus=0, scheduling_strategy=where).remote(logs, rank)
         )
-    say = partial(asyncio.wait_for, timeout=60)
+    say = partial(asyncio.wait_for, timeout=300)
     collector = NodeLogs(logs)
     await say(actors[0].say.remote("says first"))
     await say(actors[1].say.remote("says second"))
