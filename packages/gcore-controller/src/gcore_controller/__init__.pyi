@@ -19,7 +19,6 @@ from .rlhf.batch_producer import DynamicSampler as DynamicSampler
 from .rlhf.events import (
     Evaluated as Evaluated,
     Event as Event,
-    Reached as Reached,
     Recorder as Recorder,
     Round as Round,
     Stepped as Stepped,
