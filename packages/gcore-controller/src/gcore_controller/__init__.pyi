@@ -25,7 +25,7 @@ from .rlhf.events import (
     Updating as Updating,
     make_announcer as make_announcer,
 )
-from .rlhf.mixture import Joined as Joined, Mixture as Mixture
+from .rlhf.mixture import Mixture as Mixture
 from .rlhf.modality import (
     Generated as Generated,
     Modality as Modality,
