@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from gcore_controller import Joined, Mixture, PromptLoader
+from gcore_controller import Mixture, PromptLoader
 from gcore_controller.rlhf.prompts import permute_entry
 
 
@@ -54,9 +54,10 @@ def test_a_large_data_set_is_shuffled_in_constant_memory() -> None:
     assert again.take(1000) == taken[1::3]
 
 
-def test_joined_rows() -> None:
-    rows = Joined([[0, 1], [], [2, 3, 4]])
+def test_rows_without_weights() -> None:
+    rows = Mixture([[0, 1], [], [2, 3, 4]])
     assert list(rows) == [0, 1, 2, 3, 4]
+    assert PromptLoader(rows, seed=2).take(9) == PromptLoader(list(rows), seed=2).take(9)
     assert rows[-1] == 4
     assert rows[1:4] == [1, 2, 3]
     with pytest.raises(IndexError):

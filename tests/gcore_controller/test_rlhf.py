@@ -14,7 +14,6 @@ from gcore_controller import (
     Event,
     Generated,
     Prepared,
-    Reached,
     RLHFConfig,
     RLHFLoop,
     RunStart,
@@ -54,16 +53,14 @@ class Notebook:
                 self.evaluations[step] = evaluation
             case Updating():
                 self.num_updating += 1
-            case Stepped(step=step, metrics=metrics, spans=spans, samples=samples):
-                self.samples.append(samples)
+            case Stepped(step=step, metrics=metrics, spans=spans):
+                self.samples.append(event.samples)
                 assert step == self.num_updating + self.first_step
                 assert all(spans) or metrics["timing_s/step"] == 0
                 self.metrics.append(
                     {name: value for name, value in metrics.items() if not name.startswith(CLOCKS)}
                 )
-            case Reached(step=step, controllers=controllers):
-                assert step == self.num_updating + self.first_step
-                self.states.append(controllers)
+                self.states.append(event.controllers)
                 self.weights.append(self.logits.copy())
             case _:
                 pass

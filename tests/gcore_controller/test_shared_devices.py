@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from gcore_controller import Context, RoleActors, Sizes, TrainerSpec
 from gcore_controller.runtimes.ray import RayTrainerGroup
 from gcore_controller.runtimes.ray.controllers import RayControllers
-from gcore_controller.runtimes.ray.devices import SharedDevices
+from gcore_controller.runtimes.ray.devices import share_devices
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 
@@ -134,21 +134,21 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     group = RayTrainerGroup()
     try:
         await engines.resize(SIZES, config)
-        found = SharedDevices.of(SIZES, await engines.devices())
+        ranks, _ = share_devices(SIZES, await engines.devices())
         # No GPU is left, and the ranks need none of their own.
-        await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=300.0, devices=found.ranks)
+        await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=300.0, devices=ranks)
         own = places(group)
         assert own == sorted(own), "neighbours are on one node"
         assert len(set(own)) == NUM_NODES * GPUS_PER_NODE
-        assert own == [(device.node, *device.gpus) for device in found.ranks]
+        assert own == [(device.node, *device.gpus) for device in ranks]
         # An engine that becomes the judge's keeps its process, and the ranks stay where they are.
         moved = Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=4, ranks_in_turns=True)
         await engines.resize(moved, config)
-        assert SharedDevices.of(moved, await engines.devices()).ranks == found.ranks
+        assert share_devices(moved, await engines.devices())[0] == ranks
         # Each engine with a judge on its device, of which a judge reserves nothing either.
         in_turns = replace(SIZES, engines=4, judges={"judge": 4}, in_turns=True)
         await engines.resize(in_turns, config)
-        assert SharedDevices.of(in_turns, await engines.devices()).ranks == found.ranks
+        assert share_devices(in_turns, await engines.devices())[0] == ranks
         nodes = [
             [ray.get(handle.actor.__ray_call__.remote(node_of)) for handle in engines.handles[role]]
             for role in ("engine", "judge")

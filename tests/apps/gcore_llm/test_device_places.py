@@ -119,7 +119,7 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
         on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b])
         for b in (*planned.engines, *own_judges)
     ]
-    live = on_ray.SharedDevices.of(
+    rank_devices, names = on_ray.share_devices(
         Sizes(
             controllers=1,
             engines=engines,
@@ -131,17 +131,15 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
         ),
         blocks,
     )
-    found = [(int(device.node), *map(int, device.gpus)) for device in live.ranks]
+    found = [(int(device.node), *map(int, device.gpus)) for device in rank_devices]
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     for rank in range(len(found)):
         on_device = planned.on(planned.ranks[rank])
         names = {"policy engine": "engine", "judge": "judge"}
         rows = {
-            live.names[f"{names[role]} {number}"]
-            for role, number in on_device.items()
-            if role in names
+            names[f"{names[role]} {number}"] for role, number in on_device.items() if role in names
         }
-        assert rows == {live.names[f"trainer {rank}"]}
+        assert rows == {names[f"trainer {rank}"]}
 
 
 @given(
@@ -163,14 +161,12 @@ def test_ray_has_ranks_that_lend_their_devices_where_the_planned_map_has_them(
         on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in planned.lent
     ]
     counts = Sizes(controllers=1, engines=1, ranks=ranks, devices_per_engine=size, lends_ranks=True)
-    live = on_ray.SharedDevices.of(counts, [on_ray.ReservedDevice("own"), *blocks])
-    found = [(int(device.node), *map(int, device.gpus)) for device in live.ranks]
+    rank_devices, names = on_ray.share_devices(counts, [on_ray.ReservedDevice("own"), *blocks])
+    found = [(int(device.node), *map(int, device.gpus)) for device in rank_devices]
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     assert len(found) == counts.ranks - counts.num_own_ranks == sizes.num_lent * size
     for rank, slot in enumerate(planned.ranks[: len(found)]):
-        assert (
-            live.names[f"trainer {rank}"] == live.names[f"lent {planned.on(slot)['lent engine']}"]
-        )
+        assert names[f"trainer {rank}"] == names[f"lent {planned.on(slot)['lent engine']}"]
 
 
 @given(

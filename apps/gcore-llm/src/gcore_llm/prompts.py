@@ -284,9 +284,9 @@ def _join(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
         return list(chain.from_iterable(parts))
     if len(parts) == 1:
         return parts[0]
-    from gcore_controller import Joined
+    from gcore_controller import Mixture
 
-    return Joined(parts)
+    return Mixture(parts)
 
 
 def _remove(prompts: Sequence[Prompt], indices: set[int]) -> Sequence[Prompt]:

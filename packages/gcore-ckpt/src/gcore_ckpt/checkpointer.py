@@ -27,14 +27,12 @@ from gcore_ckpt.ranks.group import (
     open_group,
     root_decides,
 )
-from gcore_ckpt.retention import BestMode, finite_metric
 from gcore_ckpt.stateful import load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import CheckpointCall, CheckpointCalls, Outcome
-from gcore_ckpt.tiers.open_tiers import OpenTiers
-from gcore_ckpt.tiers.tier import Tier
+from gcore_ckpt.tiers.tier import BestMode, OpenTiers, Tier, finite_metric
 
 if TYPE_CHECKING:
     import torch

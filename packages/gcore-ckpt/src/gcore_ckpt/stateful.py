@@ -6,17 +6,13 @@ that its `state_dict()` holds are filled where they are.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from gcore_ckpt.format import tree
 from gcore_ckpt.format.tree import MAX_DEPTH, Node, PerRank, State
 
-
-class Stateful(Protocol):
-    """An object that can be saved and restored; the protocol of `torch.distributed.checkpoint.stateful`."""
-
-    def state_dict(self) -> State: ...
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,14 @@ def load_state_dicts(template: State, state: State) -> State:
     )
 
 
-def _is_stateful(leaf: object) -> TypeGuard[Stateful]:
+def _is_stateful(leaf: object) -> TypeGuard["Stateful"]:
     """Return whether `leaf` has both methods; many times faster than a check of a runtime protocol."""
     leaf_type = type(leaf)
     return hasattr(leaf_type, "load_state_dict") and hasattr(leaf_type, "state_dict")
 
 
 def _replace_objects(
-    state: State, replacement: Callable[[Stateful], State], depth: int = 0
+    state: State, replacement: "Callable[[Stateful], State]", depth: int = 0
 ) -> State:
     if _is_stateful(state):
         return replacement(state)

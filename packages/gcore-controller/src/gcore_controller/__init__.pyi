@@ -19,14 +19,13 @@ from .rlhf.batch_producer import DynamicSampler as DynamicSampler
 from .rlhf.events import (
     Evaluated as Evaluated,
     Event as Event,
-    Reached as Reached,
     Recorder as Recorder,
     Round as Round,
     Stepped as Stepped,
     Updating as Updating,
     make_announcer as make_announcer,
 )
-from .rlhf.mixture import Joined as Joined, Mixture as Mixture
+from .rlhf.mixture import Mixture as Mixture
 from .rlhf.modality import (
     Generated as Generated,
     Modality as Modality,

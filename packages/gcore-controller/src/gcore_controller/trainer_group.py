@@ -9,11 +9,11 @@ import os
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
 
@@ -100,21 +100,6 @@ _LOSS = re.compile(r"gloo/|NCCL|\bnccl[A-Z]|Connection (closed|reset|refused)|Br
 
 Message = Callable[[TrainerWorker[Any]], Any]
 """A call to a rank: with its worker, in its process, it returns the answer. It can be pickled."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """The message to have a rank compute on its micro-batches."""
-
-    method: Literal["score", "train_step"]
-    """The method of `TrainerWorker`."""
-    role: str
-    micro_batches: Sequence[Any]
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further keyword arguments of the method."""
-
-    def __call__(self, worker: TrainerWorker[Any]) -> Any:
-        return getattr(worker, self.method)(self.role, self.micro_batches, **self.options)
 
 
 class TrainerGroup(ABC):
@@ -302,19 +287,3 @@ def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
         for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
             parts[replica].append(i)
     return parts
-
-
-def deal_message(
-    message: Computation, costs: Sequence[float], replicas: Sequence[Replica]
-) -> tuple[list[list[int]], list[Computation]]:
-    """Deal a message's micro-batches to the ranks of some replicas, by rank; all ranks of a replica get the same.
-
-    Returns the indices of each replica's micro-batches, and the message for each rank.
-    """
-    parts = deal(costs, replicas[0][1])
-    batches = message.micro_batches
-    messages: list[Computation] = []
-    for replica, _ in replicas:
-        part = [batches[i] for i in parts[replica]]
-        messages.append(replace(message, micro_batches=part))
-    return parts, messages

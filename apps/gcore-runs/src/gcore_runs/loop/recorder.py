@@ -33,7 +33,6 @@ from gcore_controller import (
     Modality,
     Program,
     RankError,
-    Reached,
     Recorder,
     RunStart,
     Span,
@@ -423,12 +422,11 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 self.writer.write(step, metrics)
                 if is_due(metrics, trainer.early_stopping_patience) and step < self.job.total_steps:
                     self._end_early(step, metrics)
-            case Stepped():
+            case Stepped(step=step):
                 self._record_step(event)
-            case Reached(step=step, controllers=controllers, is_last=is_last):
-                self._last = (step, controllers)
+                self._last = (step, event.controllers)
                 self._num_updates = self.learner.num_updates
-                if is_last or self._is_save_due(step):
+                if event.is_last or self._is_save_due(step):
                     self.save_last()
                 self.stop.let_through()
             case _:

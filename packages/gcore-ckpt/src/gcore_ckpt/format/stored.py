@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box, overlap
-from gcore_ckpt.format.tree import Node
+from gcore_ckpt.format.tree import Node, View
 
 
 class StoredShard(NamedTuple):
@@ -36,6 +36,10 @@ class StoredTensor(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
+
+    def shape_of(self, view: View | None) -> tuple[int, ...]:
+        """Return the shape of a view in its memory; None: its own."""
+        return self.shape if view is None else view.shape
 
 
 @dataclass(frozen=True, kw_only=True)

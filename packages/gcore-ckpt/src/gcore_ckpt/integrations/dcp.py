@@ -266,9 +266,7 @@ def _find_stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[in
     """Return the stored tensor that a node refers to, and the shape of the node, which may be a view."""
     name, view = tree.tensor_of(node)
     stored = reader.index.tensors[cast("str", name)]
-    if view is not None:
-        return stored, view.shape
-    return stored, stored.shape
+    return stored, stored.shape_of(view)
 
 
 def _part(node: Node, reader: StepReader, item: ReadItem, target: torch.Tensor) -> Shard:

@@ -279,12 +279,14 @@ class Matcher:
 
         It is an error, see `check_strict`, unless another rank's template names what is there.
         """
+        if self._group.size == 1:
+            return False
         is_sharded = False
         for name in tree.references(node):
             tensor = self._reader.index.tensors.get(name)
             if tensor is not None and len(tensor.shards) > 1:
                 is_sharded = True
-        if not is_sharded or self._group.size == 1:
+        if not is_sharded:
             return False
         if describe(path) not in self._held_elsewhere:
             problem = (
@@ -363,9 +365,7 @@ class Matcher:
             raise self._mismatch(
                 path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})"
             )
-        stored_shape = stored.shape
-        if view is not None:
-            stored_shape = view.shape
+        stored_shape = stored.shape_of(view)
         shape = tuple(shard.global_shape)
         if stored_shape != shape:
             raise self._mismatch(

@@ -35,7 +35,7 @@ from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import CheckpointCall, Outcome, Workers
 from gcore_ckpt.tiers.copying import copy_step
 from gcore_ckpt.tiers.node import NodeStorage
-from gcore_ckpt.tiers.open_tiers import OpenTier, OpenTiers
+from gcore_ckpt.tiers.tier import OpenTier, OpenTiers
 
 _logger = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import CheckpointCall, Outcome
 from gcore_ckpt.tiers.node import NodeStorage
-from gcore_ckpt.tiers.open_tiers import OpenTiers, Plan
 from gcore_ckpt.tiers.survey import Report
-from gcore_ckpt.tiers.tier import Tier
+from gcore_ckpt.tiers.tier import OpenTiers, Plan, Tier
 
 _logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from gcore_ckpt.loading.reader import (
     step_leaves,
     verify,
 )
-from gcore_ckpt.retention import BestMode, Retention
 from gcore_ckpt.storage import Storage, open_for_writing
 from gcore_ckpt.storage.local import open_storage
+from gcore_ckpt.tiers.tier import BestMode, Tier
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
 _EXIT_FOUND = 1
@@ -135,11 +135,10 @@ def _show(path: str, step: Step, tensors: str) -> int:
     for leaf in leaves:
         if leaf.tensor is not None:
             tensor = index.tensors[leaf.tensor]
-            shape = tensor.shape
+            shape = tensor.shape_of(leaf.view)
             size = ""
             num_shards = ""
             if leaf.view is not None:
-                shape = leaf.view.shape
                 writers = f"in the memory of {leaf.tensor}"
             elif leaf.tensor in first:
                 writers = f"the same as {first[leaf.tensor]}"
@@ -270,9 +269,7 @@ def _prune(
     for option, value in (("--keep-every", keep_every), ("--keep-best", keep_best)):
         if keep is None and value is not None:
             raise ValueError(f"{option} is {value} without --keep; expected both")
-    retention = Retention(
-        keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
-    )
+    tier = Tier(path, keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode)
     storage = open_storage(path)
     if not storage.steps() and not storage.steps_set_aside():
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
@@ -283,7 +280,7 @@ def _prune(
         steps = storage.steps()
         if above is not None:
             return [step for step in steps if step > above]
-        return retention.find_superfluous(steps, None, partial(read_metric, storage))
+        return tier.find_superfluous(steps, None, partial(read_metric, storage))
 
     if dry_run:
         _say(f"would delete {_format_steps(find_superfluous())}")

@@ -71,7 +71,7 @@ def _describe(reader: StepReader, leaf: StepLeaf | None) -> str:
 
 def _shape(reader: StepReader, leaf: StepLeaf) -> tuple[int, ...]:
     """Return the shape of a tensor."""
-    return reader.index.tensors[leaf.tensor or ""].shape if leaf.view is None else leaf.view.shape
+    return reader.index.tensors[leaf.tensor or ""].shape_of(leaf.view)
 
 
 def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:

@@ -208,9 +208,7 @@ def _weight(
         raise CheckpointMismatchError(
             f"{reader.where}: {path} has a name that safetensors keeps for itself"
         )
-    shape = tensor.shape
-    if view is not None:
-        shape = view.shape
+    shape = tensor.shape_of(view)
     return HeldBox(name=name, dtype=dtype, shape=shape, box=Box.of_shape(shape))
 
 

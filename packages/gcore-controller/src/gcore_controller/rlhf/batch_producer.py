@@ -17,7 +17,6 @@ from gcore_controller.context import Context, DeviceWork
 from gcore_controller.rlhf.events import Round
 from gcore_controller.rlhf.modality import (
     GroupT,
-    IndexedT,
     Modality,
     PromptT,
     RLHFConfig,
@@ -32,13 +31,13 @@ from gcore_controller.trainer_group import State
 
 T = TypeVar("T")
 
-SampleWave = Callable[[int], Awaitable[list[IndexedT]]]
+SampleWave = Callable[[int], Awaitable[list[GroupT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
 groups worth keeping."""
 
 
 @dataclass(kw_only=True)
-class DynamicSampler(Generic[IndexedT]):
+class DynamicSampler(Generic[GroupT]):
     """Fills a global quota from waves sized by a running estimate of the acceptance rate.
 
     The groups of a step are those of the lowest prompt indices, so which are chosen depends neither on the number of
@@ -61,13 +60,11 @@ class DynamicSampler(Generic[IndexedT]):
     group: Collectives
     max_waves: int
     """Most waves of a step; after them the step has fewer groups than its quota."""
-    surplus: list[IndexedT] = field(default_factory=list[IndexedT])
+    surplus: list[GroupT] = field(default_factory=list[GroupT])
     acceptance: float = 1.0
     """Running estimate of the share of prompts that carry a signal."""
 
-    async def collect(
-        self, quota: int, sample_wave: SampleWave[IndexedT]
-    ) -> SampledBatch[IndexedT]:
+    async def collect(self, quota: int, sample_wave: SampleWave[GroupT]) -> SampledBatch[GroupT]:
         """Collect the groups of a step; every controller must call it with the same quota."""
         mine = self.surplus
         self.surplus = []
@@ -90,7 +87,7 @@ class DynamicSampler(Generic[IndexedT]):
             accepted = min(num_new / wave_sampled, 1.0)
             self.acceptance += 0.3 * (accepted - self.acceptance)
         chosen = set(sorted(indices)[:quota])
-        groups: list[IndexedT] = []
+        groups: list[GroupT] = []
         for entry in sorted(mine, key=lambda g: g.prompt_index):
             if entry.prompt_index in chosen:
                 groups.append(entry)
@@ -104,23 +101,23 @@ class DynamicSampler(Generic[IndexedT]):
             num_kept=num_kept,
         )
 
-    def state(self, encode: Callable[[IndexedT], Any]) -> dict[str, Any]:
+    def state(self, encode: Callable[[GroupT], Any]) -> dict[str, Any]:
         """Return the acceptance estimate and this controller's surplus groups, each encoded by ``encode``."""
         return {"acceptance": self.acceptance, "surplus": [encode(g) for g in self.surplus]}
 
-    def load_state(self, state: dict[str, Any], decode: Callable[[Any], IndexedT]) -> None:
+    def load_state(self, state: dict[str, Any], decode: Callable[[Any], GroupT]) -> None:
         """Restore `state`."""
         self.acceptance = state["acceptance"]
         self.surplus = [decode(g) for g in state["surplus"]]
 
 
 async def exchange(
-    groups: Sequence[IndexedT],
+    groups: Sequence[GroupT],
     costs: Sequence[float],
     *,
     balance: Callable[[list[float], int], Sequence[Sequence[int]]],
     group: Collectives,
-) -> list[IndexedT]:
+) -> list[GroupT]:
     """Redistribute all controllers' groups so that each gets about the same cost; see `Modality.balance`.
 
     The first controller computes the assignment, since all controllers may share one process. Only groups that change
@@ -135,7 +132,7 @@ async def exchange(
     for rank, part in enumerate(await group.broadcast(parts)):
         for i in part:
             owners[everyones[i][0]] = rank
-    outgoing: list[list[IndexedT]] = [[] for _ in range(group.world_size)]
+    outgoing: list[list[GroupT]] = [[] for _ in range(group.world_size)]
     for entry in groups:
         outgoing[owners[entry.prompt_index]].append(entry)
     incoming = await group.all_to_all(outgoing)

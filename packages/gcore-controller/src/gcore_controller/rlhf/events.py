@@ -33,7 +33,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Updating:
-    """The models are between two steps from here to `Reached`.
+    """The models are between two steps from here to `Stepped`.
 
     Example:
         >>> between_steps = False
@@ -69,20 +69,24 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """A step was made.
+    """A step was made, and all controllers are at its end: a checkpoint can be taken.
 
     Example:
         >>> async def record(event: Event) -> None:
         ...     if isinstance(event, Stepped):
         ...         print(event.step, event.metrics["reward/mean"], seconds_by_stage(event.spans[0]))
-        >>> last = Round(number=1, num_prompts=8)
-        >>> spans = [[Span(stage="train", start_s=1.0, end_s=3.0)]]
-        >>> asyncio.run(record(Stepped(step=3, metrics={"reward/mean": 0.25}, spans=spans, devices={}, last=last)))
+        >>> times = {"spans": [[Span(stage="train", start_s=1.0, end_s=3.0)]], "devices": {}}
+        >>> end = {"last": Round(number=1, num_prompts=8), "controllers": [{}], "is_last": False}
+        >>> asyncio.run(record(Stepped(step=3, metrics={"reward/mean": 0.25}, **times, **end)))
         3 0.25 {'train': 2.0}
     """
 
     step: int
     metrics: dict[str, float]
+    controllers: list[State]
+    """The states of the controllers, by rank, which belong in a checkpoint."""
+    is_last: bool
+    """Whether the run ends with this step."""
     spans: list[list[Span]]
     """Where the time of each controller went, by rank."""
     devices: dict[str, list[Span]]
@@ -95,27 +99,7 @@ class Stepped:
     """Kind, message and count of the rewards that failed in the step, whose groups were dropped."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reached:
-    """All controllers are at the end of ``step``, with these states: a checkpoint can be taken.
-
-    Example:
-        >>> saved = []
-        >>> async def record(event: Event) -> None:
-        ...     if isinstance(event, Reached) and (event.step % 10 == 0 or event.is_last):
-        ...         saved.append(event.step)  # with event.controllers
-        >>> for step in range(1, 13):
-        ...     asyncio.run(record(Reached(step=step, controllers=[{}], is_last=step == 12)))
-        >>> saved
-        [10, 12]
-    """
-
-    step: int
-    controllers: list[State]
-    is_last: bool
-
-
-Event = Evaluated | Updating | Round | Stepped | Reached | str
+Event = Evaluated | Updating | Round | Stepped | str
 """A text is a line for the screen, such as what an engine died of; it is not recorded."""
 Recorder = Callable[[Event], Awaitable[None]]
 

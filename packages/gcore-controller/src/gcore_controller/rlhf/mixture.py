@@ -1,4 +1,4 @@
-"""Several data sets as one, each with its share of the rows in training."""
+"""Several data sets as one, each with its share of the rows in training if it has a weight."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,20 +16,49 @@ _CYCLE = 1000
 """Rows over which a mixture has its weights exactly, to a thousandth."""
 
 
-class Joined(Sequence[RowT]):
-    """Several data sets, one after the other; rows are read when they are indexed.
+class Mixture(Sequence[RowT]):
+    """Several data sets as one: their rows one after the other, which are read when they are indexed.
+
+    Its order in training is that of `locate`. Without weights all rows are shuffled together. With weights, of every
+    thousand prompt indices, each part has as many as its weight says, shuffled, and takes them from epochs of its own.
+    So small parts are repeated sooner than large ones, and the position in all of them is one number.
+
+    Raises:
+        ValueError: the weights are not one positive number for each part, or one is below a thousandth of their sum.
 
     Example:
-        >>> rows = Joined([["a", "b"], ["c", "d", "e"]])
-        >>> len(rows), rows[3], rows[1:3]
-        (5, 'd', ['b', 'c'])
-        >>> rows.first_row(1)
-        2
+        >>> mixture = Mixture([["a", "b"], ["c", "d", "e"]], weights=[3, 1])
+        >>> len(mixture), mixture[3], mixture[1:3], mixture.first_row(1)
+        (5, 'd', ['b', 'c'], 2)
+        >>> drawn = [mixture[mixture.locate(index, 0)] for index in range(1000)]
+        >>> sum(row in "ab" for row in drawn), sum(row in "cde" for row in drawn)
+        (750, 250)
     """
 
-    def __init__(self, parts: Sequence[Sequence[RowT]]) -> None:
+    def __init__(
+        self, parts: Sequence[Sequence[RowT]], weights: Sequence[float] | None = None
+    ) -> None:
         self.parts = tuple(parts)
         self._ends = list(accumulate(map(len, self.parts)))
+        self.counts: tuple[int, ...] | None = None
+        """Prompt indices of each part in a thousand; None: without weights."""
+        if weights is not None:
+            self.counts = self._count_shares(weights)
+
+    def _count_shares(self, weights: Sequence[float]) -> tuple[int, ...]:
+        if len(weights) != len(self.parts) or min(weights, default=0.0) <= 0:
+            raise ValueError(
+                f"weights are {list(weights)}; expected {len(self.parts)} numbers above 0"
+            )
+        shares = np.array(weights) / sum(weights) * _CYCLE
+        counts = np.floor(shares).astype(int)
+        # The largest remainders get what is left.
+        counts[np.argsort(counts - shares, kind="stable")[: _CYCLE - counts.sum()]] += 1
+        if counts.min() < 1:
+            raise ValueError(
+                f"weights are {list(weights)}; expected each to be at least a thousandth of their sum"
+            )
+        return tuple(counts.tolist())
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -51,42 +80,11 @@ class Joined(Sequence[RowT]):
         """Return the number of the first row of a part."""
         return self._ends[part - 1] if part else 0
 
-
-class Mixture(Joined[RowT]):
-    """Several data sets of which each has a share of the rows in training.
-
-    Its order is that of `locate`: of every thousand prompt indices, each part has as many as its weight says, shuffled,
-    and takes them from epochs of its own. So small parts are repeated sooner than large ones, and the position in all
-    of them is one number.
-
-    Raises:
-        ValueError: the weights are not one positive number for each part, or one is below a thousandth of their sum.
-
-    Example:
-        >>> mixture = Mixture([["a", "b"], ["c", "d", "e"]], weights=[3, 1])
-        >>> drawn = [mixture[mixture.locate(index, 0)] for index in range(1000)]
-        >>> sum(row in "ab" for row in drawn), sum(row in "cde" for row in drawn)
-        (750, 250)
-    """
-
-    def __init__(self, parts: Sequence[Sequence[RowT]], weights: Sequence[float]) -> None:
-        super().__init__(parts)
-        if len(weights) != len(self.parts) or min(weights, default=0.0) <= 0:
-            raise ValueError(
-                f"weights are {list(weights)}; expected {len(self.parts)} numbers above 0"
-            )
-        shares = np.array(weights) / sum(weights) * _CYCLE
-        counts = np.floor(shares).astype(int)
-        # The largest remainders get what is left.
-        counts[np.argsort(counts - shares, kind="stable")[: _CYCLE - counts.sum()]] += 1
-        if counts.min() < 1:
-            raise ValueError(
-                f"weights are {list(weights)}; expected each to be at least a thousandth of their sum"
-            )
-        self.counts: tuple[int, ...] = tuple(counts.tolist())
-
     def locate(self, prompt_index: int, seed: int) -> int:
         """Return the row of a prompt index, as a function of the seed and the index alone."""
+        if self.counts is None:
+            epoch, entry = divmod(prompt_index, len(self))
+            return shuffle_entry(entry, len(self), seed=seed, epoch=epoch)
         cycle, position = divmod(prompt_index, _CYCLE)
         parts, numbers = _make_cycle(self.counts, seed, cycle)
         part = parts[position]

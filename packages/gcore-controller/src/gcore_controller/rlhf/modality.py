@@ -96,17 +96,13 @@ class RLHFRoles(Protocol):
         ...
 
 
-class Indexed(Protocol):
-    """Samples of one prompt."""
+class PromptGroup(Protocol):
+    """The scored samples of one prompt."""
 
     @property
     def prompt_index(self) -> int:
         """Position of the prompt in the global order, unique in the run."""
         ...
-
-
-class PromptGroup(Indexed, Protocol):
-    """The scored samples of one prompt."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -126,7 +122,6 @@ class PromptGroup(Indexed, Protocol):
 RolesT = TypeVar("RolesT", bound=RLHFRoles)
 PromptT = TypeVar("PromptT")
 GroupT = TypeVar("GroupT", bound=PromptGroup)
-IndexedT = TypeVar("IndexedT", bound=Indexed)
 UpdateT = TypeVar("UpdateT")
 EvaluationT = TypeVar("EvaluationT")
 
@@ -184,10 +179,10 @@ class Generated(Generic[GroupT]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledBatch(Generic[IndexedT]):
+class SampledBatch(Generic[GroupT]):
     """The result of dynamic sampling for one step."""
 
-    groups: list[IndexedT]
+    groups: list[GroupT]
     """This controller's part of the step's groups, by prompt index."""
     num_groups: int
     """Groups of the step over all controllers; below the quota only if the waves ran out."""

@@ -20,7 +20,6 @@ from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.batch_producer import BatchProducer
 from gcore_controller.rlhf.events import (
     Evaluated,
-    Reached,
     Recorder,
     Stepped,
     Updating,
@@ -218,13 +217,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                     spans=[part.spans for part in parts],
                     devices=work.spans,
                     last=last,
+                    controllers=[part.state for part in parts],
+                    is_last=step == self.config.total_steps,
                     samples=[row for _, row in numbered[: self.config.log_samples]],
                     failures=failures,
                 )
             )
-            states = [part.state for part in parts]
-            is_last = step == self.config.total_steps
-            await self.recorder(Reached(step=step, controllers=states, is_last=is_last))
         self._failures.check()
 
     def _step_metrics(

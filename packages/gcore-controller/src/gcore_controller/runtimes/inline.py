@@ -11,6 +11,7 @@ from gcore_controller.collectives.base import (
     CallLog,
     CollectiveCall,
     Collectives,
+    Whereabouts,
     copy_error,
     describe,
     mismatch,
@@ -78,6 +79,15 @@ class InlineGroup:
         self._rounds: dict[tuple[str, int], _Round] = {}
         self._returned: dict[int, dict[str, int]] = {}
         self.logs = [CallLog(rank, self._returned) for rank in range(world_size)]
+        self.timers: Sequence[StageTimer] = ()
+        """The timers of the controllers, once they run."""
+
+    def describe_whereabouts(self) -> str:
+        """Describe where each controller is now."""
+        whereabouts: dict[int, Whereabouts | None] = {}
+        for rank, log in enumerate(self.logs):
+            whereabouts[rank] = log.whereabouts(self.timers[rank].current)
+        return describe(whereabouts)
 
     async def meet(
         self, rank: int, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
@@ -174,12 +184,14 @@ async def run_inline(
     world_size: int = 1,
     timeout_s: float | None = None,
     reported: Reported = refuse_report,
+    group: InlineGroup | None = None,
 ) -> list[ResultT]:
     """Run ``program`` on ``world_size`` controllers that share ``roles``; return each one's result, by rank.
 
     Args:
         timeout_s: how long the whole run may take; None: as long as it takes.
         reported: called with the rank and the value of every `Context.report`.
+        group: the state that the controllers share, to be looked at while they run; None: a new one.
 
     Raises:
         CollectiveError: controllers made different calls, or one returned while others wait for it.
@@ -187,75 +199,54 @@ async def run_inline(
         ControllerError: a program called `sys.exit` or cancelled itself.
         Exception: the first controller's error; the other controllers are cancelled.
     """
-    return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(
-        timeout_s
-    )
+    controllers = group or InlineGroup(world_size)
+    clock = asyncio.get_running_loop().time
+    controllers.timers = [StageTimer(clock) for _ in range(world_size)]
 
-
-@dataclass
-class InlineRun(Generic[RolesT, ResultT]):
-    """One run of a program in this process, see `run_inline`; ``timers`` are those of the controllers."""
-
-    program: Program[RolesT, ResultT]
-    _: KW_ONLY
-    roles: RolesT
-    world_size: int
-    reported: Reported = refuse_report
-    timers: list[StageTimer] = field(default_factory=list[StageTimer], init=False)
-
-    def __post_init__(self) -> None:
-        self._group = InlineGroup(self.world_size)
-
-    async def run(self, timeout_s: float | None = None) -> list[ResultT]:
-        loop = asyncio.get_running_loop()
-        for _ in range(self.world_size):
-            self.timers.append(StageTimer(loop.time))
-        watchers: list[Coroutine[Any, Any, Any]] = []
-        if timeout_s is not None:
-            watchers.append(self._deadline(timeout_s))
-        # Cancelled, it raises that, whatever the controllers raise as they end.
-        return await run_until_done(self._run_all(), *watchers)
-
-    async def _run_all(self) -> list[ResultT]:
-        running: list[asyncio.Task[ResultT]] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for rank in range(self.world_size):
-                    task = tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
-                    running.append(task)
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-            for rank, task in enumerate(running):
-                if (
-                    len(running) > 1
-                    and task.done()
-                    and not task.cancelled()
-                    and task.exception() is first
-                ):
-                    first.add_note(f"raised by controller {rank}")
-            raise first from None
-        return [task.result() for task in running]
-
-    async def _deadline(self, timeout_s: float) -> None:
-        await asyncio.sleep(timeout_s)
-        raise ControllerError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
-
-    def whereabouts(self) -> str:
-        """Describe where each controller is now."""
-        logs = enumerate(self._group.logs)
-        return describe({rank: log.whereabouts(self.timers[rank].current) for rank, log in logs})
-
-    async def _run_one(self, rank: int) -> ResultT:
+    async def run_one(rank: int) -> ResultT:
         context = Context(
-            group=InlineCollectives(self._group, rank),
-            roles=self.roles,
-            timer=self.timers[rank],
-            clock=asyncio.get_running_loop().time,
-            reported=self.reported,
+            group=InlineCollectives(controllers, rank),
+            roles=roles,
+            timer=controllers.timers[rank],
+            clock=clock,
+            reported=reported,
         )
-        result = await run_program(self.program, context)
-        self._group.record_return(rank)
+        result = await run_program(program, context)
+        controllers.record_return(rank)
         return result
+
+    async def watch_deadline(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        raise ControllerError(
+            f"the run is not done after {seconds} s: {controllers.describe_whereabouts()}"
+        )
+
+    watchers: list[Coroutine[Any, Any, Any]] = []
+    if timeout_s is not None:
+        watchers.append(watch_deadline(timeout_s))
+    # Cancelled, it raises that, whatever the controllers raise as they end.
+    return await run_until_done(_run_all([run_one(rank) for rank in range(world_size)]), *watchers)
+
+
+async def _run_all(programs: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Return the results of all controllers, or raise the error of the first that fails, with its rank."""
+    running: list[asyncio.Task[ResultT]] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for rank, coroutine in enumerate(programs):
+                running.append(tasks.create_task(coroutine, name=f"controller-{rank}"))
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        for rank, task in enumerate(running):
+            if (
+                len(running) > 1
+                and task.done()
+                and not task.cancelled()
+                and task.exception() is first
+            ):
+                first.add_note(f"raised by controller {rank}")
+        raise first from None
+    return [task.result() for task in running]
 
 
 class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
@@ -427,13 +418,17 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT]):
     """Ends the services other than the trainer group."""
     turns: DeviceTurns | None = None
     """The turns of the trainer group and the engines; None: they have devices of their own."""
-    _timers: Sequence[StageTimer] = field(default=(), init=False)
+    _group: InlineGroup | None = field(default=None, init=False)
 
     async def run(self, job: JobT, recorder: Recorder) -> None:
-        run = InlineRun(self.program(job, recorder), roles=self.roles, world_size=self.world_size)
-        self._timers = run.timers
+        self._group = InlineGroup(self.world_size)
         try:
-            await run.run()
+            await run_inline(
+                self.program(job, recorder),
+                roles=self.roles,
+                world_size=self.world_size,
+                group=self._group,
+            )
         except BaseException as error:
             try:
                 await self._end_sampling()
@@ -449,7 +444,9 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT]):
             await self.turns.take("training")
 
     def stages(self) -> Sequence[str | None]:
-        return [timer.current for timer in self._timers]
+        if self._group is None:
+            return []
+        return [timer.current for timer in self._group.timers]
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         """Raise the error; replicas of engines are replaced while the program runs, and nothing else is."""

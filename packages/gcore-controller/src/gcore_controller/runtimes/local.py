@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 from gcore_controller.errors import RankError
 from gcore_controller.trainer_group import (
     BatchT,
-    Computation,
     Message,
     Replica,
     SharedTrainerGroup,
     TrainerSpec,
     TrainerWorker,
     Weights,
-    deal_message,
+    deal,
     join_ranks,
     rank_failure,
 )
@@ -182,21 +181,16 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        message = Computation(
-            method="score",
-            role=role,
-            micro_batches=micro_batches,
-            options={"with_routing": with_routing},
+        parts, answers = await self._compute(
+            "score", role, micro_batches, with_routing=with_routing
         )
-        parts, answers = await self._compute(message)
         outputs_by_index: dict[int, list[Any]] = {}
         for part, outputs in zip(parts, answers, strict=True):
             outputs_by_index |= zip(part, outputs, strict=True)
         return [outputs_by_index[i] for i in range(len(micro_batches))]
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        message = Computation(method="train_step", role=role, micro_batches=micro_batches)
-        _, answers = await self._compute(message)
+        _, answers = await self._compute("train_step", role, micro_batches)
         return answers[0]
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
@@ -213,12 +207,16 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             self._ask_all(methodcaller("close"))
             self._end()
 
-    async def _compute(self, message: Computation) -> tuple[list[list[int]], list[Any]]:
-        """Return the indices of each replica's micro-batches, and each replica's answer."""
-        replicas = self._replicas[message.role]
-        parts, messages = deal_message(
-            message, [self._cost_of(batch) for batch in message.micro_batches], replicas
-        )
+    async def _compute(
+        self, method: str, role: str, micro_batches: Sequence[BatchT], **options: Any
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Return the indices of each replica's micro-batches, and each replica's answer to a method of the worker."""
+        replicas = self._replicas[role]
+        parts = deal([self._cost_of(batch) for batch in micro_batches], replicas[0][1])
+        messages: list[Message] = []
+        for replica, _ in replicas:
+            part = [micro_batches[i] for i in parts[replica]]
+            messages.append(methodcaller(method, role, part, **options))
         async with self._turn:
             asking = asyncio.create_task(asyncio.to_thread(self._ask, messages))
             try:

@@ -5,7 +5,7 @@ import selectors
 
 from gcore_controller.context import Program, ResultT, RolesT
 from gcore_controller.errors import StuckError
-from gcore_controller.runtimes.inline import InlineRun
+from gcore_controller.runtimes.inline import InlineGroup, run_inline
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -66,9 +66,10 @@ def run_simulated(
     Raises:
         StuckError: the program waits for an event that never comes; the message says where each controller is.
     """
-    run = InlineRun(program, roles=roles, world_size=world_size)
+    group = InlineGroup(world_size)
+    run = run_inline(program, roles=roles, world_size=world_size, timeout_s=timeout_s, group=group)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         try:
-            return runner.run(run.run(timeout_s))
+            return runner.run(run)
         except StuckError as error:
-            raise StuckError(f"{error}: {run.whereabouts()}") from None
+            raise StuckError(f"{error}: {group.describe_whereabouts()}") from None

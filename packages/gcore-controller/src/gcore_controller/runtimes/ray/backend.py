@@ -19,7 +19,6 @@ from gcore_controller.errors import (
 )
 from gcore_controller.rlhf.events import (
     Event,
-    Reached,
     Recorder,
     Round,
     Stepped,
@@ -34,7 +33,7 @@ from gcore_controller.runtimes.ray.cluster import (
     free_resources,
 )
 from gcore_controller.runtimes.ray.controllers import RayControllers
-from gcore_controller.runtimes.ray.devices import ReservedDevice, SharedDevices
+from gcore_controller.runtimes.ray.devices import ReservedDevice, share_devices
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
 
@@ -138,7 +137,8 @@ class RayBackend(Generic[JobT, ConfigT]):
         self._announced: set[str] = set()
         self._capacity = CapacityWatch(self.config)
         self._placement: Placement | None = None
-        self._devices = SharedDevices()
+        self._rank_devices: Sequence[ReservedDevice] = []
+        self._device_names: Mapping[str, str] = {}
         self._controllers: RayControllers | None = None
         self._stages: Sequence[str | None] = []
         self._is_updating = False
@@ -163,7 +163,7 @@ class RayBackend(Generic[JobT, ConfigT]):
             judges=self.engines.judges,
             lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
-            shared_devices=self._devices.names,
+            shared_devices=self._device_names,
             folder=Path.cwd(),
         )
         assert self._controllers is not None
@@ -240,13 +240,12 @@ class RayBackend(Generic[JobT, ConfigT]):
             return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
-        if isinstance(event, Reached) and not event.is_last and placement is not None:
-            await self._arrange_engines(placement.sizes)
+            placement.observe(event.metrics, event.last)
+            if not event.is_last:
+                await self._arrange_engines(placement.sizes)
         await recorder(event)
         self._is_updating = isinstance(event, Updating)
-        if isinstance(event, Stepped) and placement is not None:
-            placement.observe(event.metrics, event.last)
-        if isinstance(event, Reached) and not event.is_last:
+        if isinstance(event, Stepped) and not event.is_last:
             self._capacity.check_growth()
             if placement is not None:
                 sizes = placement.sizes
@@ -323,16 +322,16 @@ class RayBackend(Generic[JobT, ConfigT]):
             # The trainer has the first turn.
             await self.engines.sleep(timeout_s=config.ray.timeout_s)
             devices = await self.engines.devices()
-        before = self._devices
-        self._devices = SharedDevices.of(config.sizes, devices)
-        keeps_models = keeps_models and self._devices.ranks == before.ranks
+        before = self._rank_devices
+        self._rank_devices, self._device_names = share_devices(config.sizes, devices)
+        keeps_models = keeps_models and self._rank_devices == before
         if not keeps_models:
             await self.learner.start(
                 self.trainer_spec(config),
                 num_cpus=config.ray.cpus_per_process,
                 num_gpus=config.ray.gpus_per_rank if config.device.startswith("cuda") else 0,
                 timeout_s=config.ray.timeout_s,
-                devices=self._devices.ranks,
+                devices=self._rank_devices,
             )
         return keeps_models
 

@@ -267,7 +267,9 @@ class RayControllers:
         async with self._turn:
             await self.restore()
             self._num_runs += 1
-            group = await self._introduce()
+            actors = list(self._controllers)
+            locations = await self._call_all("meet", actors, self._num_runs)
+            group = ActorGroup(actors, [*locations.values()])
             packed = ray.put((program, roles))
             watchers: list[Coroutine[Any, Any, None]] = []
             for rank, controller in enumerate(group.actors):
@@ -300,7 +302,7 @@ class RayControllers:
         num_restarts = 0
         while self._has_replaced:
             try:
-                await self._wait_until_started()
+                await self._call_all("is_alive")
                 self._has_replaced = False
             except ControllerDiedError:
                 if num_restarts == _MAX_RESTARTS:
@@ -332,10 +334,11 @@ class RayControllers:
             remove_placement_group(self._placement)
             self._placement = None
 
-    async def _wait_until_started(self) -> None:
+    async def _call_all(self, method: str, *args: Any) -> dict[int, Any]:
+        """Call a method of all controllers, which may be starting, and return their answers by rank."""
+        answers = ActorGroup(self._controllers).call(method, *args)
         what = f"{self._world_size} controllers did not all start"
-        answers = ActorGroup(self._controllers).call("is_alive")
-        await _in_time(answers, self._start_timeout_s, what)
+        return await _in_time(answers, self._start_timeout_s, what)
 
     def _start_controller(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
@@ -353,13 +356,6 @@ class RayControllers:
             resources=resources,
             scheduling_strategy=strategy,
         ).remote(rank, self._world_size)
-
-    async def _introduce(self) -> ActorGroup:
-        actors = list(self._controllers)
-        what = f"{self._world_size} controllers did not all start"
-        answers = ActorGroup(actors).call("meet", actors, self._num_runs)
-        locations = await _in_time(answers, self._start_timeout_s, what)
-        return ActorGroup(actors, [*locations.values()])
 
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)

@@ -1,7 +1,7 @@
 """The device map of a Ray cluster: which engines, judges and training ranks share a device."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -31,57 +31,46 @@ class ReservedDevice:
         return [ReservedDevice(self.node, self.gpus[first::count]) for first in range(count)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedDevices:
-    """The devices that several roles share."""
+def share_devices(
+    sizes: Sizes, devices: Sequence[ReservedDevice]
+) -> tuple[list[ReservedDevice], dict[str, str]]:
+    """Assign the roles of these sizes to devices that several of them share.
 
-    ranks: Sequence[ReservedDevice] = ()
-    """The devices of the first training ranks, by rank; the other ranks have devices of their own."""
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The name of the device of each engine, judge and rank that shares one, for `DeviceTimers`."""
+    Ranks are sorted by node and GPU, so that those that communicate most are next to each other.
 
-    @classmethod
-    def of(cls, sizes: Sizes, devices: Sequence[ReservedDevice]) -> "SharedDevices":
-        """Assign the roles of these sizes to devices.
+    Args:
+        devices: those of the engines, and then those that judges have of their own, the last judge's first: so a
+            device keeps its place when its engine changes its role. Last those of lent engines.
 
-        Ranks are sorted by node and GPU, so that those that communicate most are next to each other.
-
-        Args:
-            devices: those of the engines, and then those that judges have of their own, the last judge's first: so a
-                device keeps its place when its engine changes its role. Last those of lent engines.
-        """
-        if sizes.lends_ranks:
-            lent = devices[len(devices) - sizes.num_lent :]
-            slot_of: dict[str, int] = {}
-            for i in range(sizes.num_lent):
-                slot_of[f"{LENT} {i}"] = i
-            return cls._with_ranks(_sorted_slots(lent, sizes), sizes, slot_of)
-        if not sizes.ranks_in_turns:
-            # At most engines and judges take turns.
-            judges = sizes.judges if sizes.in_turns else {}
-            names: dict[str, str] = {}
-            for role, number in judges.items():
-                for i in range(number):
-                    names[f"{role} {i}"] = f"engine {i}"
-            return cls(names=names)
-        slot_of = {f"engine {i}": i for i in range(sizes.engines)}
+    Returns:
+        The devices of the first training ranks, by rank, where the others have devices of their own; and the name of
+        the device of each engine, judge and rank that shares one, for `DeviceTimers`.
+    """
+    names: dict[str, str] = {}
+    if sizes.lends_ranks:
+        devices = devices[len(devices) - sizes.num_lent :]
+        for i in range(sizes.num_lent):
+            names[f"{LENT} {i}"] = f"device {i}"
+    elif sizes.ranks_in_turns:
+        for i in range(sizes.engines):
+            names[f"engine {i}"] = f"device {i}"
         last = len(devices) - 1
         for role, number in sizes.judges.items():
             for i in range(number):
-                slot_of[f"{role} {i}"] = i if sizes.in_turns else last
+                names[f"{role} {i}"] = f"device {i if sizes.in_turns else last}"
                 last -= 1
-        return cls._with_ranks(_sorted_slots(devices, sizes), sizes, slot_of)
-
-    @classmethod
-    def _with_ranks(
-        cls, slots: "Sequence[tuple[int, ReservedDevice]]", sizes: Sizes, engines: Mapping[str, int]
-    ) -> "SharedDevices":
-        names = {name: f"device {i}" for name, i in engines.items()}
-        ranks: list[ReservedDevice] = []
-        for rank, (i, part) in enumerate(slots[: sizes.ranks]):
-            names[rank_name(rank)] = f"device {i}"
-            ranks.append(part)
-        return cls(ranks=ranks, names=names)
+    else:
+        # At most engines and judges take turns.
+        judges = sizes.judges if sizes.in_turns else {}
+        for role, number in judges.items():
+            for i in range(number):
+                names[f"{role} {i}"] = f"engine {i}"
+        return [], names
+    ranks: list[ReservedDevice] = []
+    for rank, (i, part) in enumerate(_sorted_slots(devices, sizes)[: sizes.ranks]):
+        names[rank_name(rank)] = f"device {i}"
+        ranks.append(part)
+    return ranks, names
 
 
 def _sorted_slots(

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.context import DeviceTimers, rank_name
+from gcore_controller.context import DeviceTimers, Reference, rank_name
 from gcore_controller.errors import ClusterError, ControllerError, RankCodeError, RankError
 from gcore_controller.runtimes.ray.actors import HEARTBEAT_EVERY_S, ActorGroup, Heartbeats, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
@@ -31,13 +31,12 @@ from gcore_controller.trainer_client import (
 )
 from gcore_controller.trainer_group import (
     BatchT,
-    Computation,
     Message,
     Replica,
     TrainerGroup,
     TrainerSpec,
     TrainerWorker,
-    deal_message,
+    deal,
     join_ranks,
     rank_failure,
 )
@@ -87,13 +86,17 @@ class TrainingRank:
         return replicas
 
     def ask(self, message: Message) -> Any:
-        """Answer a message, whose micro-batches are references."""
+        """Answer a message."""
         assert self._worker is not None
-        if isinstance(message, Computation):
-            # They are read where they lie.
-            batches = ray.get([batch.value for batch in message.micro_batches])
-            message = replace(message, micro_batches=batches)
         return message(self._worker)
+
+    def compute(
+        self, method: str, role: str, micro_batches: Sequence[Reference[Any]], **options: Any
+    ) -> Any:
+        """Call a method of the worker with micro-batches, which are read where they lie."""
+        assert self._worker is not None
+        batches = ray.get([batch.value for batch in micro_batches])
+        return getattr(self._worker, method)(role, batches, **options)
 
     def send_weights(self, *, averaged: bool, version: int, base_version: int | None) -> Any:
         """Return a reference to this rank's part of the policy's weights; see `TrainerSpec.put_weights`."""
@@ -286,8 +289,9 @@ class RayTrainerClient(TrainerClient[BatchT]):
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        message = _scoring(role, micro_batches, with_routing=with_routing)
-        answers, parts, owners = await self._compute(message)
+        answers, parts, owners = await self._compute_together(
+            "score", role, micro_batches, with_routing=with_routing
+        )
         back: list[list[tuple[int, Any]]] = [[] for _ in range(self.group.world_size)]
         for replica, outputs in answers.items():
             for i, of_batch in zip(parts[replica], outputs, strict=True):
@@ -297,14 +301,13 @@ class RayTrainerClient(TrainerClient[BatchT]):
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
-        message = _scoring(role, [put(list(micro_batch))], with_routing=False)
-        answers = await self._ask("prepare", {0: message})
+        batches = {0: [put(list(micro_batch))]}
+        answers = await self._compute("score", role, batches, with_routing=False)
         [outputs] = answers[0]
         return outputs
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        message = Computation(method="train_step", role=role, micro_batches=micro_batches)
-        answers, _, owners = await self._compute(message)
+        answers, _, owners = await self._compute_together("train_step", role, micro_batches)
         if not owners:
             return {}
         return await self.group.broadcast(answers.get(0))
@@ -346,25 +349,27 @@ class RayTrainerClient(TrainerClient[BatchT]):
             answers = await self._ranks.call(method, ranks=self._own_ranks, **options)
         return list(chain.from_iterable(await self.group.all_gather(list(answers.values()))))
 
-    async def _ask(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
-        """Return the answers of ranks, which are in this stage meanwhile."""
-        with self.devices.stage(stage, *map(rank_name, messages)):
+    async def _compute(
+        self, method: str, role: str, batches_by_rank: Mapping[int, Sequence[Any]], **options: Any
+    ) -> dict[int, Any]:
+        """Return the answers of ranks that compute on micro-batches, given as references."""
+        stage = "train" if method == "train_step" else "prepare"
+        with self.devices.stage(stage, *map(rank_name, batches_by_rank)):
             calls: dict[int, Any] = {}
-            for rank, message in messages.items():
-                calls[rank] = self._ranks.actors[rank].ask.remote(message)
+            for rank, batches in batches_by_rank.items():
+                actor = self._ranks.actors[rank]
+                calls[rank] = actor.compute.remote(method, role, batches, **options)
             return await self._ranks.answers(calls)
 
-    async def _compute(
-        self, message: Computation
+    async def _compute_together(
+        self, method: str, role: str, micro_batches: Sequence[BatchT], **options: Any
     ) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
         """Have all replicas compute, and return the answers of those that this controller asks.
 
         Also return the indices of each replica's micro-batches, and each one's controller, with its index there.
         """
-        micro_batches = [
-            (put(list(batch)), self._cost_of(batch)) for batch in message.micro_batches
-        ]
-        everyones = await self.group.all_gather(micro_batches)
+        references = [(put(list(batch)), self._cost_of(batch)) for batch in micro_batches]
+        everyones = await self.group.all_gather(references)
         owners: list[tuple[int, int]] = []
         batches: list[Any] = []
         costs: list[float] = []
@@ -375,20 +380,14 @@ class RayTrainerClient(TrainerClient[BatchT]):
                 costs.append(cost)
         if not owners:
             return {}, [], []
-        replicas = self._ranks.replicas[message.role]
-        parts, messages = deal_message(replace(message, micro_batches=batches), costs, replicas)
-        own_messages: dict[int, Message] = {}
+        replicas = self._ranks.replicas[role]
+        parts = deal(costs, replicas[0][1])
+        batches_by_rank: dict[int, list[Any]] = {}
         for rank, (replica, _) in enumerate(replicas):
             if replica % self.group.world_size == self.group.rank:
-                own_messages[rank] = messages[rank]
-        stage = "train" if message.method == "train_step" else "prepare"
+                batches_by_rank[rank] = [batches[i] for i in parts[replica]]
         answers: dict[int, Any] = {}
-        for rank, answer in (await self._ask(stage, own_messages)).items():
+        for rank, answer in (await self._compute(method, role, batches_by_rank, **options)).items():
             # All ranks of a replica have the same answer.
             answers.setdefault(replicas[rank][0], answer)
         return answers, parts, owners
-
-
-def _scoring(role: str, micro_batches: Sequence[Any], *, with_routing: bool) -> Computation:
-    options = {"with_routing": with_routing}
-    return Computation(method="score", role=role, micro_batches=micro_batches, options=options)
