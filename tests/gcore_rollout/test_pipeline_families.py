@@ -43,7 +43,6 @@ from gcore_trainer import (
     LoRAConfig,
     NFTConfig,
     NFTObjective,
-    NoiseProcess,
     OptimizerConfig,
 )
 from gcore_trainer.adamw import gather_full_tensor
@@ -97,7 +96,7 @@ def quick(*names: str) -> list[Any]:
     ]
 
 
-def process_of(engine: DiffusersEngine) -> NoiseProcess:
+def process_of(engine: DiffusersEngine) -> FlowProcess | DDPMProcess:
     scheduler = engine.pipeline.scheduler
     is_ddpm = isinstance(kernel_of(engine.pipeline), DDIM)
     return (

@@ -176,7 +176,7 @@ def test_a_policy_loss_alone(mode: str, seed: int) -> None:
     found: list[torch.Tensor] = []
     for log_probs, old, advantages in (arrays, [poison(a, mask, rng) for a in arrays]):
         current = torch.from_numpy(log_probs).requires_grad_()
-        result = policy_loss(
+        loss, _ = policy_loss(
             PolicyLossConfig(loss_mode=mode),
             current,
             torch.from_numpy(old),
@@ -184,7 +184,7 @@ def test_a_policy_loss_alone(mode: str, seed: int) -> None:
             mask=torch.from_numpy(mask),
             lengths=[5, 1, 3],
         )
-        found += [result.loss, *torch.autograd.grad(result.loss.sum(), current)]
+        found += [loss, *torch.autograd.grad(loss.sum(), current)]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert not found[1][torch.from_numpy(~mask)].any()

@@ -10,9 +10,15 @@ from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_llm.learning.preparation import prepare
 from gcore_rollout import Completion, Group
-from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
+from gcore_trainer import (
+    BatchError,
+    KLController,
+    RolloutCorrectionConfig,
+    Sample,
+    advantage_estimators,
+)
 
 ESTIMATORS = advantage_estimators()
 Masks = list[list[bool]]
@@ -39,7 +45,7 @@ def prepared(
     group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses, greedy_score=0.25)
 
     async def program(context: Any) -> dict[str, float]:
-        kl = kl_controller(algorithm.kl_ctrl)
+        kl = KLController(algorithm.kl_ctrl)
         return await prepare(
             [group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group
         )

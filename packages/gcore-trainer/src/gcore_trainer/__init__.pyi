@@ -3,11 +3,8 @@ from .advantages.distillation import (
     distillation_advantages as distillation_advantages,
 )
 from .advantages.estimator import (
-    AdaptiveKLController as AdaptiveKLController,
-    AdvantageCollectives as AdvantageCollectives,
     AdvantageEstimator as AdvantageEstimator,
-    AdvantagesAndReturns as AdvantagesAndReturns,
-    FixedKLController as FixedKLController,
+    KLController as KLController,
     ScoredGroup as ScoredGroup,
     add_advantages as add_advantages,
     advantage_estimator as advantage_estimator,
@@ -28,7 +25,6 @@ from .advantages.reward_shaping import (
     kl_estimates as kl_estimates,
     kl_rewards as kl_rewards,
     overlong_penalty as overlong_penalty,
-    policy_and_reference as policy_and_reference,
 )
 from .advantages.rollout_correction import (
     add_rollout_correction as add_rollout_correction,
@@ -60,11 +56,7 @@ from .diffusion.config import (
 )
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
 from .diffusion.lora_file import read_component_lora_config as read_component_lora_config
-from .diffusion.losses import (
-    DDPMProcess as DDPMProcess,
-    FlowProcess as FlowProcess,
-    NoiseProcess as NoiseProcess,
-)
+from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
     DiffusionDPOObjective as DiffusionDPOObjective,
@@ -75,7 +67,6 @@ from .diffusion.objectives import (
 from .diffusion.sample import (
     DiffusionMicroBatch as DiffusionMicroBatch,
     DiffusionSample as DiffusionSample,
-    StepScores as StepScores,
 )
 from .diffusion.trainer import (
     DiffusionTrainer as DiffusionTrainer,
@@ -86,7 +77,6 @@ from .errors import (
     BatchError as BatchError,
     ConfigError as ConfigError,
     MissingExtraError as MissingExtraError,
-    NonFiniteGradientError as NonFiniteGradientError,
     StateError as StateError,
     TrainerError as TrainerError,
     UnsupportedModelError as UnsupportedModelError,
@@ -108,7 +98,6 @@ from .objectives.objective import (
     aggregation_weights as aggregation_weights,
 )
 from .objectives.policy import (
-    PolicyLoss as PolicyLoss,
     PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
     kl_penalty as kl_penalty,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
-from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
+from gcore_trainer.errors import BatchError, ConfigError, TrainerError
 from gcore_trainer.lora import LoRAWeights, save_adapters
 from gcore_trainer.objectives.objective import (
     BatchTotals,
@@ -116,7 +116,7 @@ class BaseTrainer:
             message = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
             _logger.warning(message, self.step, grad_norm, count, MAX_NONFINITE_STEPS)
         if count >= MAX_NONFINITE_STEPS:
-            raise NonFiniteGradientError(
+            raise TrainerError(
                 f"the gradient norm was {grad_norm} in {count} steps in a row: try a lower lr"
             )
         self.step += 1
@@ -231,7 +231,7 @@ class Trainer(BaseTrainer, ABC):
         Raises:
             BatchError: the samples lack what the objective needs, hold numbers that are not finite at tokens that
                 count, or there are none at all.
-            NonFiniteGradientError: too many skipped steps in a row.
+            TrainerError: too many skipped steps in a row.
         """
         self._check_awake()
         samples: list[Sample] = []

@@ -180,8 +180,7 @@ class DiffusionTrainer(BaseTrainer):
 
         Raises:
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
-            NonFiniteGradientError: too many skipped steps in a row.
-            TrainerError: the trainer is asleep.
+            TrainerError: too many skipped steps in a row, or the trainer is asleep.
         """
         self._sleeper.check_awake()
 
@@ -393,8 +392,10 @@ def score_steps(
             means.append(drawn.mean.cpu())
             log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            by_image = map(
-                StepScores, torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy()
+            by_image = zip(
+                torch.stack(means, dim=1).numpy(),
+                torch.stack(log_probs, dim=1).numpy(),
+                strict=True,
             )
             scores.append(list(by_image))
     return scores
