@@ -45,10 +45,10 @@ from gcore_trainer import (
     NFTObjective,
     OptimizerConfig,
 )
-from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.objectives import model_timesteps
 from gcore_trainer.diffusion.sample import stack_fields
+from gcore_trainer.torch.optimizer import gather_full_tensor
 
 # InstructPix2Pix warns that an image is repeated for all that are made of it.
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed:FutureWarning")

@@ -38,6 +38,7 @@ from .config import (
     KLPenalty as KLPenalty,
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
+    MegatronConfig as MegatronConfig,
     OptimizerConfig as OptimizerConfig,
     OptimizerName as OptimizerName,
     OverlongConfig as OverlongConfig,
@@ -89,7 +90,6 @@ from .lora import (
 )
 from .lora_config import LoRAConfig as LoRAConfig, read_lora_config as read_lora_config
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
-from .megatron_config import MegatronConfig as MegatronConfig
 from .objectives.objective import (
     BatchTotals as BatchTotals,
     Objective as Objective,

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
@@ -25,6 +24,7 @@ from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.objective import add_sums
 from gcore_trainer.torch.host_memory import Sleeper
+from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
 
@@ -124,7 +124,7 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = _make_adamw(parameters, optimizer)
+        self._adamw = make_adamw(parameters, optimizer, offload=False)
         super().__init__(
             config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group)
         )
@@ -334,14 +334,6 @@ class DiffusionTrainer(BaseTrainer):
             old = self._models.old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
         return groups
-
-
-def _make_adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
-    if config.name == "adamw":
-        return AdamW(parameters, config)
-    from gcore_trainer.torch.optimizer import make_adamw
-
-    return make_adamw(parameters, config, offload=False)
 
 
 def _require_one(calls: set[int]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
-from gcore_trainer.config import POLICY_LOSSES, KLPenalty, PolicyLossConfig, has_dual_clip, require
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty, PolicyLossConfig, require
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import (
     BatchTotals,
@@ -179,7 +179,8 @@ class PolicyObjective(Objective[TokenScores]):
     loss_name = "actor/pg_loss"
 
     def __init__(self, config: PolicyLossConfig) -> None:
-        is_read = config.clip_ratio_c is None or has_dual_clip(config.loss_mode)
+        loss = _loss_function(config.loss_mode)
+        is_read = config.clip_ratio_c is None or getattr(loss, "has_dual_clip", False)
         require(
             "clip_ratio_c",
             config.clip_ratio_c,
