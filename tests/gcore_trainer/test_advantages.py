@@ -17,9 +17,8 @@ from gcore_trainer import (
     grpo_advantages,
     remax_advantages,
     rloo_advantages,
-    whiten,
-    whitening_moments,
 )
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
 
 scores = st.lists(st.floats(-100, 100), min_size=2, max_size=20)
 

@@ -22,10 +22,10 @@ from gcore_trainer import (
     ScoredGroup,
     TorchTrainer,
     add_distillation,
-    distillation_advantages,
     get_advantage_estimator,
     policy_loss,
 )
+from gcore_trainer.advantages.distillation import distillation_advantages
 
 RNG = np.random.default_rng(0)
 LOSS = PolicyLossConfig()

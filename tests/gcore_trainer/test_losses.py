@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from gcore_trainer import (
     BatchTotals,
     ConfigError,
-    KLPenalty,
     LossAggMode,
     PolicyLossConfig,
     PolicyObjective,
     aggregation_weights,
     kl_penalty,
 )
+from gcore_trainer.config import KLPenalty
 
 Array = NDArray[np.float64]
 

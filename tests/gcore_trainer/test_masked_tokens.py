@@ -18,7 +18,6 @@ from gcore_trainer import (
     BatchError,
     DPOConfig,
     DPOObjective,
-    KLPenalty,
     LossAggMode,
     Objective,
     OptimizerConfig,
@@ -26,7 +25,6 @@ from gcore_trainer import (
     PackedValueModel,
     PolicyLossConfig,
     PolicyObjective,
-    RewardKL,
     RewardModelLossConfig,
     RewardModelObjective,
     RolloutCorrectionConfig,
@@ -37,16 +35,22 @@ from gcore_trainer import (
     ValueObjective,
     discounted_returns,
     gae_advantages,
-    kl_estimates,
     kl_rewards,
     policy_loss,
     rollout_correction,
     scored_at_end,
-    weight_moments,
-    whiten,
-    whitening_moments,
 )
-from gcore_trainer.config import POLICY_LOSSES, DPOLossType, RolloutIS, RolloutRS
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.reward_shaping import kl_estimates
+from gcore_trainer.advantages.rollout_correction import weight_moments
+from gcore_trainer.config import (
+    POLICY_LOSSES,
+    DPOLossType,
+    KLPenalty,
+    RewardKL,
+    RolloutIS,
+    RolloutRS,
+)
 
 GROUPS = [Group(7, [9, 1, 5]), Group(3, [6])]
 STILL = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))

@@ -14,13 +14,13 @@ from gcore_trainer import (
     ConfigError,
     KLControlConfig,
     KLController,
-    RewardKL,
     StateError,
-    kl_estimates,
     kl_penalty,
     kl_rewards,
     overlong_penalty,
 )
+from gcore_trainer.advantages.reward_shaping import kl_estimates
+from gcore_trainer.config import RewardKL
 
 log_probs = st.floats(-8.0, 0.0)
 tokens = st.lists(st.tuples(log_probs, log_probs, st.booleans()), min_size=1, max_size=12)

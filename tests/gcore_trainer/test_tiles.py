@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_oracles import Group, groups, make_samples
 
-from gcore_trainer import pack
 from gcore_trainer.packing.block_attention import AttentionKind, has_varlen_kernel
+from gcore_trainer.packing.layout import pack
 from gcore_trainer.packing.row import ShortRow
 from gcore_trainer.packing.tiles import (
     RowAttention,

@@ -18,7 +18,6 @@ from gcore_trainer import (
     ConfigError,
     KLControlConfig,
     KLController,
-    KLPenalty,
     LossAggMode,
     PolicyLossConfig,
     PolicyObjective,
@@ -26,17 +25,15 @@ from gcore_trainer import (
     Sample,
     TokenScores,
     aggregation_weights,
-    explained_variance,
     grpo_advantages,
     kl_penalty,
     policy_loss,
     remax_advantages,
     rollout_correction,
-    value_moments,
-    whiten,
-    whitening_moments,
 )
-from gcore_trainer.config import POLICY_LOSSES
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty
+from gcore_trainer.objectives.value import explained_variance, value_moments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/verl.md").read_text()

@@ -18,10 +18,8 @@ from gcore_trainer import (
     BatchTotals,
     KLControlConfig,
     KLController,
-    KLPenalty,
     LossAggMode,
     PolicyLossConfig,
-    RewardKL,
     RolloutCorrectionConfig,
     aggregation_weights,
     discounted_returns,
@@ -32,10 +30,15 @@ from gcore_trainer import (
     remax_advantages,
     rollout_correction,
     value_loss,
-    whiten,
-    whitening_moments,
 )
-from gcore_trainer.config import POLICY_LOSSES as BUILT_IN, RolloutIS, RolloutRS
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.config import (
+    POLICY_LOSSES as BUILT_IN,
+    KLPenalty,
+    RewardKL,
+    RolloutIS,
+    RolloutRS,
+)
 
 TOLERANCE = 1e-6
 """Of a difference, relative to the largest expected entry; our advantages and weights are float32."""

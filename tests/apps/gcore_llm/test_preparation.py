@@ -17,10 +17,10 @@ from gcore_trainer import (
     KLController,
     RolloutCorrectionConfig,
     Sample,
-    advantage_estimators,
+    get_advantage_estimator,
 )
+from gcore_trainer.advantages.estimator import ESTIMATORS
 
-ESTIMATORS = advantage_estimators()
 Masks = list[list[bool]]
 MASKS: Masks = [[True, True, False, True, False], [False, True, True], [False, False]]
 """Of three responses to a prompt; the first ends in a token that the policy did not write."""
@@ -80,7 +80,7 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
 
 
 def algorithm_of(estimator: str) -> AlgorithmConfig:
-    has_rewards = ESTIMATORS[estimator].reads_token_rewards
+    has_rewards = get_advantage_estimator(estimator).reads_token_rewards
     return AlgorithmConfig(
         adv_estimator=estimator,
         old_log_probs="trainer",
@@ -94,7 +94,7 @@ def algorithm_of(estimator: str) -> AlgorithmConfig:
     )
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ESTIMATORS.names)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_out_tokens_are_never_read(estimator: str, poison: float) -> None:
     algorithm = algorithm_of(estimator)

@@ -1,6 +1,5 @@
 from .advantages.distillation import (
     add_distillation as add_distillation,
-    distillation_advantages as distillation_advantages,
 )
 from .advantages.estimator import (
     AdvantageEstimator as AdvantageEstimator,
@@ -8,12 +7,9 @@ from .advantages.estimator import (
     ScoredGroup as ScoredGroup,
     add_advantages as add_advantages,
     advantage_estimator as advantage_estimator,
-    advantage_estimators as advantage_estimators,
     check_finite_tokens as check_finite_tokens,
     get_advantage_estimator as get_advantage_estimator,
     rollout_mismatch as rollout_mismatch,
-    whiten as whiten,
-    whitening_moments as whitening_moments,
 )
 from .advantages.estimators.gae import gae_advantages as gae_advantages
 from .advantages.estimators.grpo import grpo_advantages as grpo_advantages
@@ -22,20 +18,17 @@ from .advantages.estimators.remax import remax_advantages as remax_advantages
 from .advantages.estimators.rloo import rloo_advantages as rloo_advantages
 from .advantages.reward_shaping import (
     follow_divergence as follow_divergence,
-    kl_estimates as kl_estimates,
     kl_rewards as kl_rewards,
     overlong_penalty as overlong_penalty,
 )
 from .advantages.rollout_correction import (
     add_rollout_correction as add_rollout_correction,
     rollout_correction as rollout_correction,
-    weight_moments as weight_moments,
 )
 from .config import (
     AdvantageConfig as AdvantageConfig,
     DPOConfig as DPOConfig,
     KLControlConfig as KLControlConfig,
-    KLPenalty as KLPenalty,
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
     MegatronConfig as MegatronConfig,
@@ -44,7 +37,6 @@ from .config import (
     OverlongConfig as OverlongConfig,
     ParallelConfig as ParallelConfig,
     PolicyLossConfig as PolicyLossConfig,
-    RewardKL as RewardKL,
     RewardModelLossConfig as RewardModelLossConfig,
     RolloutCorrectionConfig as RolloutCorrectionConfig,
     ValueLossConfig as ValueLossConfig,
@@ -93,7 +85,6 @@ from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .objectives.objective import (
     BatchTotals as BatchTotals,
     Objective as Objective,
-    PartialLoss as PartialLoss,
     TokenScores as TokenScores,
     aggregation_weights as aggregation_weights,
 )
@@ -114,12 +105,9 @@ from .objectives.supervised import (
 )
 from .objectives.value import (
     ValueObjective as ValueObjective,
-    explained_variance as explained_variance,
     value_loss as value_loss,
-    value_moments as value_moments,
 )
 from .packing.head import token_scores as token_scores
-from .packing.layout import PackedBatch as PackedBatch, pack as pack
 from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers

@@ -16,7 +16,7 @@ from gcore_trainer.sample import LARGEST, Sample, require_finite
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this much, so that no ratio overflows."""
-_ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
+ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,15 +135,10 @@ def get_advantage_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ConfigError: there is no such estimator, no such file, or the file does not import.
     """
-    estimator = _ESTIMATORS.load(name)
+    estimator = ESTIMATORS.load(name)
     if not isinstance(estimator, AdvantageEstimator):
         estimator = AdvantageEstimator(function=estimator)
     return estimator
-
-
-def advantage_estimators() -> dict[str, AdvantageEstimator]:
-    """Return the built-in estimators by name."""
-    return {name: get_advantage_estimator(name) for name in _ESTIMATORS.names}
 
 
 def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
