@@ -10,15 +10,11 @@ from by_name import group_advantages
 from hypothesis import example, given, strategies as st
 from numpy.testing import assert_allclose
 
-from gcore_trainer import (
-    BatchError,
-    discounted_returns,
-    gae_advantages,
-    grpo_advantages,
-    remax_advantages,
-    rloo_advantages,
-)
+from gcore_trainer import BatchError, gae_advantages, grpo_advantages
 from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.estimators.remax import remax_advantages
+from gcore_trainer.advantages.estimators.rloo import rloo_advantages
 
 scores = st.lists(st.floats(-100, 100), min_size=2, max_size=20)
 

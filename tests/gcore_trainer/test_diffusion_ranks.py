@@ -20,8 +20,8 @@ from gcore_trainer import (
     LoRAConfig,
     NFTConfig,
     NFTObjective,
-    score_steps,
 )
+from gcore_trainer.diffusion.trainer import score_steps
 
 pytestmark = pytest.mark.slow
 

@@ -34,9 +34,9 @@ from gcore_trainer import (
     StateError,
     TrainerError,
     UnsupportedModelError,
-    score_steps,
 )
 from gcore_trainer.diffusion.conditions import Conditioned
+from gcore_trainer.diffusion.trainer import score_steps
 
 STEPS = 4
 LEVELS = np.linspace(1.0, 0.0, STEPS + 1).astype(np.float32)

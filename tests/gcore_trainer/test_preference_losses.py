@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gcore_trainer import BatchError, ConfigError, bradley_terry_loss, dpo_loss
+from gcore_trainer import BatchError, ConfigError
 from gcore_trainer.config import DPOLossType
+from gcore_trainer.objectives.supervised import bradley_terry_loss, dpo_loss
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -28,10 +28,10 @@ from gcore_trainer import (
     grpo_advantages,
     kl_penalty,
     policy_loss,
-    remax_advantages,
     rollout_correction,
 )
 from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.config import POLICY_LOSSES, KLPenalty
 from gcore_trainer.objectives.value import explained_variance, value_moments
 

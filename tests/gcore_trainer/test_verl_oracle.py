@@ -22,16 +22,15 @@ from gcore_trainer import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
     aggregation_weights,
-    discounted_returns,
     gae_advantages,
     kl_penalty,
     kl_rewards,
     policy_loss,
-    remax_advantages,
     rollout_correction,
-    value_loss,
 )
 from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.config import (
     POLICY_LOSSES as BUILT_IN,
     KLPenalty,
@@ -39,6 +38,7 @@ from gcore_trainer.config import (
     RolloutIS,
     RolloutRS,
 )
+from gcore_trainer.objectives.value import value_loss
 
 TOLERANCE = 1e-6
 """Of a difference, relative to the largest expected entry; our advantages and weights are float32."""

@@ -13,9 +13,6 @@ from .advantages.estimator import (
 )
 from .advantages.estimators.gae import gae_advantages as gae_advantages
 from .advantages.estimators.grpo import grpo_advantages as grpo_advantages
-from .advantages.estimators.reinforce_plus_plus import discounted_returns as discounted_returns
-from .advantages.estimators.remax import remax_advantages as remax_advantages
-from .advantages.estimators.rloo import rloo_advantages as rloo_advantages
 from .advantages.reward_shaping import (
     follow_divergence as follow_divergence,
     kl_rewards as kl_rewards,
@@ -64,7 +61,6 @@ from .diffusion.sample import (
 from .diffusion.trainer import (
     DiffusionTrainer as DiffusionTrainer,
     MovingAverage as MovingAverage,
-    score_steps as score_steps,
 )
 from .errors import (
     BatchError as BatchError,
@@ -99,13 +95,10 @@ from .objectives.supervised import (
     DPOObjective as DPOObjective,
     RewardModelObjective as RewardModelObjective,
     SFTObjective as SFTObjective,
-    bradley_terry_loss as bradley_terry_loss,
-    dpo_loss as dpo_loss,
     scored_at_end as scored_at_end,
 )
 from .objectives.value import (
     ValueObjective as ValueObjective,
-    value_loss as value_loss,
 )
 from .packing.head import token_scores as token_scores
 from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
