@@ -244,10 +244,10 @@ class PolicyObjective(Objective[TokenScores]):
             "mean:actor/entropy": (count * entropies.detach()).sum(),
             "count": count.sum(),
         }
-        for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
-            token_metrics.setdefault(name, torch.zeros_like(mask))
-        for name, metric_N in token_metrics.items():
-            sums[f"mean:{name}"] = torch.where(mask, metric_N, 0).sum()
+        nothing_N = torch.zeros_like(mask)
+        clipping = {"actor/pg_clipfrac": nothing_N, "actor/pg_clipfrac_lower": nothing_N}
+        for name, metric_N in (clipping | token_metrics).items():
+            sums[f"mean:{name}"] = torch.where(mask, metric_N.detach(), 0).sum()
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * (weight_N * entropies).sum()
         if config.kl_loss_coef:
