@@ -1,5 +1,7 @@
 """GSPO, CISPO and SAPO against their formulas in float64 numpy, sequence by sequence; PPO's clip is in test_losses."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,13 @@ from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
 from gcore_trainer import (
+    BatchTotals,
     ConfigError,
     PolicyLossConfig,
+    PolicyObjective,
     PolicyTokens,
+    Sample,
+    TokenScores,
     policy_loss,
 )
 from gcore_trainer.losses.policy.gspo import gspo
@@ -119,3 +125,25 @@ def test_a_loss_that_there_is_not_is_refused() -> None:
         PolicyLossConfig(loss_mode="ppo")
     with pytest.raises(ConfigError, match="tau_neg is 0"):
         PolicyLossConfig(tau_neg=0.0)
+
+
+def test_metrics_of_a_loss_are_means_over_the_tokens_that_count(tmp_path: Path) -> None:
+    file = tmp_path / "loss.py"
+    file.write_text(
+        "def reinforce(tokens, config):\n"
+        "    return -tokens.advantages * tokens.log_probs, {'own/log_prob': tokens.log_probs}\n"
+    )
+    objective = PolicyObjective(PolicyLossConfig(loss_mode=f"{file}:reinforce"))
+    sample = Sample(
+        prompt_ids=np.array([1]),
+        response_ids=np.array([2, 3, 4]),
+        response_mask=np.array([True, False, True]),
+        advantages=np.ones(3, np.float32),
+    )
+    log_probs = torch.tensor([-1.0, -5.0, -3.0], requires_grad=True)
+    scores = TokenScores(log_probs=log_probs, entropies=torch.zeros(3))
+    totals = BatchTotals(num_sequences=1, num_tokens=2)
+    _, sums = objective.partial_loss(scores, [sample], totals)
+    metrics = objective.metrics({name: total.item() for name, total in sums.items()})
+    assert metrics["own/log_prob"] == -2.0
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0.0
