@@ -94,7 +94,7 @@ class AdamW:
 
     def zero_grad(self) -> None:
         """Set the gradients to 0, in place."""
-        _foreach("zero_", list(map(_gradient, self.parameters.values())))
+        _foreach("zero_", [p.grad for p in self.parameters.values() if p.grad is not None])
 
     def update(self, lr: float) -> float:
         """Clip the gradient and update if its norm is finite; return the norm before clipping."""
