@@ -43,13 +43,12 @@ from gcore_trainer import (
     LoRAConfig,
     NFTConfig,
     NFTObjective,
-    NoiseProcess,
     OptimizerConfig,
 )
-from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.objectives import model_timesteps
 from gcore_trainer.diffusion.sample import stack_fields
+from gcore_trainer.torch.optimizer import gather_full_tensor
 
 # InstructPix2Pix warns that an image is repeated for all that are made of it.
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed:FutureWarning")
@@ -97,7 +96,7 @@ def quick(*names: str) -> list[Any]:
     ]
 
 
-def process_of(engine: DiffusersEngine) -> NoiseProcess:
+def process_of(engine: DiffusersEngine) -> FlowProcess | DDPMProcess:
     scheduler = engine.pipeline.scheduler
     is_ddpm = isinstance(kernel_of(engine.pipeline), DDIM)
     return (

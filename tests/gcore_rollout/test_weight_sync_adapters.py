@@ -27,7 +27,8 @@ from gcore_rollout.weight_sync.updates import (
     check_adapters,
     merge_adapters,
 )
-from gcore_trainer import Denoiser, DiffusionSample, TorchTrainer, score_steps
+from gcore_trainer import Denoiser, DiffusionSample, TorchTrainer
+from gcore_trainer.diffusion.trainer import score_steps
 
 SCALING = LORA.alpha / LORA.rank
 LAYER = "model.layers.0.self_attn.q_proj"

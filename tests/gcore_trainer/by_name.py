@@ -8,7 +8,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from gcore_trainer import (
     AdvantageConfig,
-    PolicyLoss,
     PolicyLossConfig,
     ScoredGroup,
     get_advantage_estimator,
@@ -25,8 +24,8 @@ def group_advantages(scores: ArrayLike, estimator: str) -> NDArray[np.floating]:
 
 def flat_loss(
     loss_mode: str, log_probs: torch.Tensor, *arrays: NDArray[Any], **settings: Any
-) -> PolicyLoss:
-    """A policy loss of one sequence's log-probs [N], old log-probs [N] and advantages [N], all of which count."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and metrics [N] for log-probs, old log-probs and advantages [N] of one sequence, all of which count."""
     old, advantages = (torch.from_numpy(a) for a in arrays)
     config = PolicyLossConfig(loss_mode=loss_mode, **settings)
     mask = torch.ones(len(old), dtype=torch.bool)

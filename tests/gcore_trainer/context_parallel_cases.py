@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_oracles import SIZES, Group, make_samples
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from gcore_trainer import PackedBatch, pack
 from gcore_trainer.context_parallel.groups import (
     ContextParallel,
     make_context_parallel,
     sum_over_ranks,
 )
 from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.layout import PackedBatch, pack
 from gcore_trainer.packing.row import PackedPlan
 from gcore_trainer.torch import packed_model as packed_attention
 

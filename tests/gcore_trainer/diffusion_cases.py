@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers.models.transformers.transformer_sd3
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rank import Rank
 
 from gcore_trainer import (
@@ -18,7 +20,6 @@ from gcore_trainer import (
     LoRAConfig,
     OptimizerConfig,
     ParallelConfig,
-    StepScores,
     TorchParallel,
 )
 
@@ -49,7 +50,7 @@ def train_images(
 
 def score_images(
     rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]], fsdp_size: int
-) -> list[list[StepScores]]:
+) -> list[list[tuple[NDArray[np.float32], NDArray[np.float32]]]]:
     """Scores of this rank's micro-batches, by the reference, sharded or whole, of a policy with changed adapters."""
     del rank
     objective = DenoisingPolicyObjective(DenoisingPolicyConfig(), kernel)

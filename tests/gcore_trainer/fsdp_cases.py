@@ -27,10 +27,10 @@ from gcore_trainer import (
     TorchTrainer,
     compile_layers,
 )
-from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.torch import optimizer as optimizers
 from gcore_trainer.torch.activations import offload_activations
 from gcore_trainer.torch.host_memory import local
+from gcore_trainer.torch.optimizer import gather_full_tensor
 
 PRELOADED = (
     torch._dynamo,

@@ -21,12 +21,11 @@ from gcore_trainer import (
     Objective,
     OptimizerConfig,
     ParallelConfig,
-    PartialLoss,
     PolicyLossConfig,
     PolicyObjective,
     TrainerError,
 )
-from gcore_trainer.objectives.objective import check_fields
+from gcore_trainer.objectives.objective import PartialLoss, check_fields
 
 Layout = Mapping[str, Any]
 Steps = list[list[list[MicroBatch]]]

@@ -11,15 +11,17 @@ from hypothesis import example, given, strategies as st
 from numpy.testing import assert_allclose
 
 from gcore_trainer import (
+    AdvantageConfig,
     BatchError,
-    discounted_returns,
+    ScoredGroup,
+    advantage_estimator,
     gae_advantages,
     grpo_advantages,
-    remax_advantages,
-    rloo_advantages,
-    whiten,
-    whitening_moments,
 )
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.estimators.remax import remax_advantages
+from gcore_trainer.advantages.estimators.rloo import rloo_advantages
 
 scores = st.lists(st.floats(-100, 100), min_size=2, max_size=20)
 
@@ -145,3 +147,18 @@ def test_whitening_knows_the_whole_batch_by_its_moments(
         if joined.size > 1:
             expected = (value - joined.mean()) / np.sqrt(joined.var(ddof=1) + 1e-8)
             assert_allclose(whitened[mask], expected[mask], rtol=1e-4, atol=1e-4)
+
+
+def test_returns_are_given_exactly_where_a_critic_is_needed() -> None:
+    masks = [np.ones(2, np.bool_), np.ones(3, np.bool_)]
+    values = [np.zeros(2), np.zeros(3)]
+    group = ScoredGroup(rewards=values, masks=masks, values=values)
+    pair = advantage_estimator(needs_critic=True)(lambda _group, _config: (values, values))
+    assert pair(group, AdvantageConfig()) == (values, values)
+    # Of two responses, a tuple of two arrays is their advantages.
+    alone = advantage_estimator()(lambda _group, _config: tuple(values))
+    assert alone(group, AdvantageConfig()) == (tuple(values), None)
+    with pytest.raises(BatchError, match="returns is None; expected returns"):
+        advantage_estimator(needs_critic=True)(alone.function)(group, AdvantageConfig())
+    with pytest.raises(BatchError, match="expected None for an advantage estimator with needs_"):
+        advantage_estimator()(pair.function)(group, AdvantageConfig())

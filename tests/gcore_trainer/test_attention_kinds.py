@@ -42,10 +42,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from gcore_trainer import PackedModel, UnsupportedModelError, pack
+from gcore_trainer import PackedModel, UnsupportedModelError
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.packing import block_attention, tiles
 from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.layout import pack
 from gcore_trainer.packing.linear_attention import mix
 from gcore_trainer.packing.row import PackedPlan
 

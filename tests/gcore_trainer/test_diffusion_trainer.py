@@ -34,9 +34,9 @@ from gcore_trainer import (
     StateError,
     TrainerError,
     UnsupportedModelError,
-    score_steps,
 )
 from gcore_trainer.diffusion.conditions import Conditioned
+from gcore_trainer.diffusion.trainer import score_steps
 
 STEPS = 4
 LEVELS = np.linspace(1.0, 0.0, STEPS + 1).astype(np.float32)
@@ -191,7 +191,7 @@ def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
         elif name == "reward gradient":
             samples = [s.at_steps([2, 3]) for s in samples]
         elif name == "flow-grpo with kl":
-            means = [score.means for score in score_steps(reference, [samples], kernel)[0]]
+            means = [score[0] for score in score_steps(reference, [samples], kernel)[0]]
             samples = [replace(s, ref_means=m) for s, m in zip(samples, means, strict=True)]
         metrics = trainer.train_step([samples[:16], samples[16:]])
         assert np.isfinite(list(metrics.values())).all()
@@ -217,8 +217,8 @@ def test_scores_of_the_policy_make_the_first_ratio_1_whatever_the_samplers_type(
     trainer = trainer_of(pipeline, POLICY[name]())
     again = [
         [
-            replace(s, old_means=own.means, old_log_probs=own.log_probs)
-            for s, own in zip(batch, scores, strict=True)
+            replace(s, old_means=means, old_log_probs=log_probs)
+            for s, (means, log_probs) in zip(batch, scores, strict=True)
         ]
         for batch, scores in zip(
             micro_batches, trainer.score_steps(micro_batches, kernel), strict=True
@@ -238,12 +238,12 @@ def test_scores_are_the_samplers_where_the_types_are_one(pipeline: Path) -> None
     denoiser = Denoiser.from_pretrained(pipeline)
     samples = sampled(denoiser, 3, seed=0)
     [scores] = score_steps(denoiser, [samples], noiseless_at_last)
-    for sample, own in zip(samples, scores, strict=True):
+    for sample, (means, log_probs) in zip(samples, scores, strict=True):
         assert sample.old_log_probs is not None
         assert sample.old_means is not None
-        np.testing.assert_allclose(own.means, sample.old_means, atol=1e-6)
-        np.testing.assert_allclose(own.log_probs[:-1], sample.old_log_probs[:-1], atol=1e-6)
-        assert np.isnan(own.log_probs[-1])
+        np.testing.assert_allclose(means, sample.old_means, atol=1e-6)
+        np.testing.assert_allclose(log_probs[:-1], sample.old_log_probs[:-1], atol=1e-6)
+        assert np.isnan(log_probs[-1])
     assert score_steps(denoiser, [], kernel) == []
 
 
@@ -382,7 +382,9 @@ def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: 
         metrics: list[dict[str, float]] = []
         for batch in batches:
             scores = trainer.score_steps([batch], kernel, by_reference=True)[0]
-            given = [replace(s, ref_means=own.means) for s, own in zip(batch, scores, strict=True)]
+            given = [
+                replace(s, ref_means=means) for s, (means, _) in zip(batch, scores, strict=True)
+            ]
             metrics.append(trainer.train_step([as_pairs(given)]))
         assert any(
             row.get("actor/kl_loss", row.get("actor/dpo_accuracy", 0.0)) > 0 for row in metrics[1:]
@@ -441,9 +443,7 @@ def test_shared_conditions_are_those_of_each_image(pipeline: Path) -> None:
     for given in (rounded * 2, copied):
         batch = [replace(s, conditions=c) for s, c in zip(samples, given, strict=True)]
         trainer_of(pipeline, POLICY["ddpo"]()).train_step([batch])
-        found.append(
-            np.stack([score.log_probs for score in score_steps(denoiser, [batch], kernel)[0]])
-        )
+        found.append(np.stack([score[1] for score in score_steps(denoiser, [batch], kernel)[0]]))
     np.testing.assert_array_equal(*found)
     rounded[0]["pooled_projections"][3] = np.inf
     with pytest.raises(

@@ -22,10 +22,10 @@ from gcore_trainer import (
     ScoredGroup,
     TorchTrainer,
     add_distillation,
-    distillation_advantages,
     get_advantage_estimator,
     policy_loss,
 )
+from gcore_trainer.advantages.distillation import distillation_advantages
 
 RNG = np.random.default_rng(0)
 LOSS = PolicyLossConfig()
@@ -57,7 +57,7 @@ def test_its_expected_gradient_is_that_of_the_divergence() -> None:
     advantages = distillation_advantages(
         flat.detach().numpy(), teacher.flatten().numpy(), everything
     )
-    found = policy_loss(
+    loss, _ = policy_loss(
         LOSS,
         flat,
         flat.detach(),
@@ -65,7 +65,7 @@ def test_its_expected_gradient_is_that_of_the_divergence() -> None:
         mask=torch.from_numpy(everything),
         lengths=[flat.numel()],
     )
-    (flat.detach().exp() * found.loss).sum().backward()
+    (flat.detach().exp() * loss).sum().backward()
     torch.testing.assert_close(logits.grad, expected)
 
 
@@ -81,7 +81,7 @@ def test_a_step_follows_two_teachers(qwen2: Path, llama: Path) -> None:
         replace(s, rollout_log_probs=x, advantages=np.zeros_like(x))
         for s, x in zip(samples, own, strict=True)
     ]
-    metrics = asyncio.run(add_distillation([given], [taught], Alone(), coef=0.5))
+    metrics = asyncio.run(add_distillation([given], [taught], Alone().all_gather, coef=0.5))
     trainer = TorchTrainer(
         policy, optimizer=OptimizerConfig(lr=1e-3), objective=PolicyObjective(LOSS)
     )
@@ -119,7 +119,7 @@ def test_rewards_and_teachers_add_up() -> None:
     ]
     teacher: Sequence[Any] = [None, *(RNG.normal(size=s.response_ids.size) for s in samples[1:])]
     found = [replace(s) for s in samples]
-    metrics = asyncio.run(add_distillation([found], [teacher], Both(), coef=2.0))
+    metrics = asyncio.run(add_distillation([found], [teacher], Both().all_gather, coef=2.0))
     np.testing.assert_array_equal(found[0].advantages, samples[0].advantages)
     counted: list[Any] = (
         [found[0].advantages[found[0].mask]] if found[0].advantages is not None else []
@@ -147,7 +147,7 @@ def test_its_estimator_reads_no_scores() -> None:
 def test_samples_without_what_it_needs_are_refused() -> None:
     samples = make_samples([Group(2, [4])], seed=1)
     with pytest.raises(BatchError, match="advantages or log-probs is None"):
-        asyncio.run(add_distillation([samples], [[np.zeros(4)]], Alone()))
+        asyncio.run(add_distillation([samples], [[np.zeros(4)]], Alone().all_gather))
     given = [replace(samples[0], rollout_log_probs=np.zeros(4, np.float32))]
     with pytest.raises(BatchError, match="teacher_log_probs"):
-        asyncio.run(add_distillation([given], [[np.full(4, np.nan)]], Alone()))
+        asyncio.run(add_distillation([given], [[np.full(4, np.nan)]], Alone().all_gather))

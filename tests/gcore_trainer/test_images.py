@@ -28,10 +28,10 @@ from gcore_trainer import (
     Sample,
     TorchTrainer,
     UnsupportedModelError,
-    pack,
 )
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.packing.layout import pack
 
 TOLERANCE = 1e-4
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.0)

@@ -18,7 +18,6 @@ from gcore_trainer import (
     BatchError,
     DPOConfig,
     DPOObjective,
-    KLPenalty,
     LossAggMode,
     Objective,
     OptimizerConfig,
@@ -26,7 +25,6 @@ from gcore_trainer import (
     PackedValueModel,
     PolicyLossConfig,
     PolicyObjective,
-    RewardKL,
     RewardModelLossConfig,
     RewardModelObjective,
     RolloutCorrectionConfig,
@@ -35,18 +33,24 @@ from gcore_trainer import (
     TorchTrainer,
     ValueLossConfig,
     ValueObjective,
-    discounted_returns,
     gae_advantages,
-    kl_estimates,
     kl_rewards,
     policy_loss,
     rollout_correction,
     scored_at_end,
-    weight_moments,
-    whiten,
-    whitening_moments,
 )
-from gcore_trainer.config import POLICY_LOSSES, DPOLossType, RolloutIS, RolloutRS
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.reward_shaping import kl_estimates
+from gcore_trainer.advantages.rollout_correction import weight_moments
+from gcore_trainer.config import (
+    POLICY_LOSSES,
+    DPOLossType,
+    KLPenalty,
+    RewardKL,
+    RolloutIS,
+    RolloutRS,
+)
 
 GROUPS = [Group(7, [9, 1, 5]), Group(3, [6])]
 STILL = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
@@ -176,7 +180,7 @@ def test_a_policy_loss_alone(mode: str, seed: int) -> None:
     found: list[torch.Tensor] = []
     for log_probs, old, advantages in (arrays, [poison(a, mask, rng) for a in arrays]):
         current = torch.from_numpy(log_probs).requires_grad_()
-        result = policy_loss(
+        loss, _ = policy_loss(
             PolicyLossConfig(loss_mode=mode),
             current,
             torch.from_numpy(old),
@@ -184,7 +188,7 @@ def test_a_policy_loss_alone(mode: str, seed: int) -> None:
             mask=torch.from_numpy(mask),
             lengths=[5, 1, 3],
         )
-        found += [result.loss, *torch.autograd.grad(result.loss.sum(), current)]
+        found += [loss, *torch.autograd.grad(loss.sum(), current)]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert not found[1][torch.from_numpy(~mask)].any()

@@ -16,7 +16,7 @@ from gcore_trainer import (
     SFTObjective,
     TorchTrainer,
 )
-from gcore_trainer.torch.optimizer import MasterAdamW
+from gcore_trainer.torch.optimizer import AdamW
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7])]
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
@@ -117,7 +117,7 @@ def test_adapters_alone_have_masters(qwen2: Path) -> None:
 def test_an_update_on_cuda_accepts_its_arguments() -> None:
     with FakeTensorMode():
         parameter = torch.nn.Parameter(torch.empty(8, 4, dtype=torch.bfloat16, device="cuda"))
-        optimizer = MasterAdamW({"weight": parameter}, OptimizerConfig())
+        optimizer = AdamW({"weight": parameter}, OptimizerConfig())
         assert parameter.grad is not None
         # The engine of autograd does not run on fake devices.
         parameter.grad.add_(torch.ones_like(parameter))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from trainer_oracles import Group, groups, make_samples
 
-from gcore_trainer import ConfigError, PackedBatch, pack
+from gcore_trainer import ConfigError
+from gcore_trainer.packing.layout import PackedBatch, pack
 
 
 @settings(max_examples=50)

@@ -1,5 +1,7 @@
 """GSPO, CISPO and SAPO against their formulas in float64 numpy, sequence by sequence; PPO's clip is in test_losses."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,13 @@ from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
 from gcore_trainer import (
+    BatchTotals,
     ConfigError,
-    PolicyLoss,
     PolicyLossConfig,
+    PolicyObjective,
     PolicyTokens,
+    Sample,
+    TokenScores,
     policy_loss,
 )
 from gcore_trainer.losses.policy.gspo import gspo
@@ -54,18 +59,15 @@ def test_gspo(rows: list[list[tuple[float, float, float, bool]]]) -> None:
         mask=torch.from_numpy(mask),
         lengths=lengths,
     )
-    result = gspo(tokens, PolicyLossConfig(clip_ratio_low=0.3, clip_ratio_high=0.3))
-    assert_allclose(result.ratio.detach().numpy(), ratio, rtol=1e-10)
+    loss, metrics = gspo(tokens, PolicyLossConfig(clip_ratio_low=0.3, clip_ratio_high=0.3))
     clipped = ratio.clip(0.7, 1.3)
     assert_allclose(
-        result.loss.detach().numpy(),
-        np.maximum(-advantages * ratio, -advantages * clipped),
-        atol=1e-9,
+        loss.detach().numpy(), np.maximum(-advantages * ratio, -advantages * clipped), atol=1e-9
     )
     cut = np.where(advantages > 0, ratio > 1.3, (ratio < 0.7) & (advantages < 0))
-    assert_allclose(result.clipped.numpy(), cut)
+    assert_allclose(metrics["actor/pg_clipfrac"].numpy(), cut)
     assert_allclose(
-        gradient(result.loss, log_probs),
+        gradient(loss, log_probs),
         np.where(cut, 0.0, -advantages * ratio),
         rtol=1e-9,
         atol=1e-12,
@@ -77,11 +79,11 @@ def test_cispo(rows: list[list[tuple[float, float, float, bool]]], low: float, h
     new, old, advantages, _ = columns(rows)
     weight = np.exp(new - old).clip(1 - low, 1 + high)
     log_probs = torch.from_numpy(new).requires_grad_()
-    result = flat_loss(
+    loss, _ = flat_loss(
         "cispo", log_probs, old, advantages, clip_ratio_low=low, clip_ratio_high=high
     )
-    assert_allclose(result.loss.detach().numpy(), -weight * advantages * new, rtol=1e-9, atol=1e-12)
-    assert_allclose(gradient(result.loss, log_probs), -weight * advantages, rtol=1e-9, atol=1e-12)
+    assert_allclose(loss.detach().numpy(), -weight * advantages * new, rtol=1e-9, atol=1e-12)
+    assert_allclose(gradient(loss, log_probs), -weight * advantages, rtol=1e-9, atol=1e-12)
 
 
 @given(rows=sequences, tau_pos=st.floats(0.1, 5.0), tau_neg=st.floats(0.1, 5.0))
@@ -93,20 +95,18 @@ def test_sapo(
     tau = np.where(advantages > 0, tau_pos, tau_neg)
     gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
     log_probs = torch.from_numpy(new).requires_grad_()
-    result = flat_loss("sapo", log_probs, old, advantages, tau_pos=tau_pos, tau_neg=tau_neg)
+    loss, _ = flat_loss("sapo", log_probs, old, advantages, tau_pos=tau_pos, tau_neg=tau_neg)
     # float32 in where()'s scalars would show here
-    assert_allclose(
-        result.loss.detach().numpy(), -advantages * gate * 4 / tau, rtol=1e-9, atol=1e-9
-    )
+    assert_allclose(loss.detach().numpy(), -advantages * gate * 4 / tau, rtol=1e-9, atol=1e-9)
     expected = -advantages * 4 * gate * (1 - gate) * ratio
-    assert_allclose(gradient(result.loss, log_probs), expected, rtol=1e-9, atol=1e-9)
+    assert_allclose(gradient(loss, log_probs), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo", "sapo"])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
     log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    result: PolicyLoss = policy_loss(
+    loss, _ = policy_loss(
         PolicyLossConfig(loss_mode=mode),
         log_probs,
         log_probs.detach(),
@@ -114,7 +114,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
         mask=torch.ones(3, dtype=torch.bool),
         lengths=[2, 1],
     )
-    assert_allclose(gradient(result.loss, log_probs), -advantages.numpy(), rtol=1e-12)
+    assert_allclose(gradient(loss, log_probs), -advantages.numpy(), rtol=1e-12)
 
 
 def test_a_loss_that_there_is_not_is_refused() -> None:
@@ -125,3 +125,25 @@ def test_a_loss_that_there_is_not_is_refused() -> None:
         PolicyLossConfig(loss_mode="ppo")
     with pytest.raises(ConfigError, match="tau_neg is 0"):
         PolicyLossConfig(tau_neg=0.0)
+
+
+def test_metrics_of_a_loss_are_means_over_the_tokens_that_count(tmp_path: Path) -> None:
+    file = tmp_path / "loss.py"
+    file.write_text(
+        "def reinforce(tokens, config):\n"
+        "    return -tokens.advantages * tokens.log_probs, {'own/log_prob': tokens.log_probs}\n"
+    )
+    objective = PolicyObjective(PolicyLossConfig(loss_mode=f"{file}:reinforce"))
+    sample = Sample(
+        prompt_ids=np.array([1]),
+        response_ids=np.array([2, 3, 4]),
+        response_mask=np.array([True, False, True]),
+        advantages=np.ones(3, np.float32),
+    )
+    log_probs = torch.tensor([-1.0, -5.0, -3.0], requires_grad=True)
+    scores = TokenScores(log_probs=log_probs, entropies=torch.zeros(3))
+    totals = BatchTotals(num_sequences=1, num_tokens=2)
+    _, sums = objective.partial_loss(scores, [sample], totals)
+    metrics = objective.metrics({name: total.item() for name, total in sums.items()})
+    assert metrics["own/log_prob"] == -2.0
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0.0

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gcore_trainer import BatchError, ConfigError, bradley_terry_loss, dpo_loss
+from gcore_trainer import BatchError, ConfigError
 from gcore_trainer.config import DPOLossType
+from gcore_trainer.objectives.supervised import bradley_terry_loss, dpo_loss
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -120,7 +121,7 @@ def test_dpo(trl: Any, kind: tuple[DPOLossType, float], seed: int, beta: float) 
     lengths = mask.sum(1) if loss_type == "ipo" else torch.ones(2 * pairs)
     policy_chosen, policy_rejected = ((tokens * mask).sum(1) / lengths).chunk(2)
     ref_chosen, ref_rejected = (ref / lengths).chunk(2)
-    ours = dpo_loss(
+    losses, chosen_rewards, rejected_rewards = dpo_loss(
         policy_chosen,
         policy_rejected,
         ref_chosen,
@@ -129,14 +130,14 @@ def test_dpo(trl: Any, kind: tuple[DPOLossType, float], seed: int, beta: float) 
         loss_type=loss_type,
         label_smoothing=label_smoothing,
     )
-    assert ours.loss.shape == (pairs,)
-    (gradient,) = torch.autograd.grad(ours.loss.mean(), tokens)
-    torch.testing.assert_close(ours.loss.mean(), expected, rtol=1e-9, atol=1e-9)
+    assert losses.shape == (pairs,)
+    (gradient,) = torch.autograd.grad(losses.mean(), tokens)
+    torch.testing.assert_close(losses.mean(), expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
     if loss_type != "ipo":  # TRL's rewards are of the sums there too
-        assert ours.chosen_rewards.mean().item() == pytest.approx(metrics["rewards/chosen"][0])
-        assert ours.rejected_rewards.mean().item() == pytest.approx(metrics["rewards/rejected"][0])
-    assert not ours.chosen_rewards.requires_grad
+        assert chosen_rewards.mean().item() == pytest.approx(metrics["rewards/chosen"][0])
+        assert rejected_rewards.mean().item() == pytest.approx(metrics["rewards/rejected"][0])
+    assert not chosen_rewards.requires_grad
 
 
 @given(seed=seeds, center=st.sampled_from([0.0, 0.01, 1.0]), has_margin=st.booleans())
@@ -160,15 +161,16 @@ def test_bradley_terry(trl: Any, seed: int, center: float, has_margin: bool) -> 
 
 def test_a_policy_that_is_its_reference_has_no_opinion() -> None:
     x, y = torch.tensor([-3.0, -40.0]), torch.tensor([-5.0, -2.0])
-    loss = dpo_loss(x, y, x, y, beta=0.1)
-    torch.testing.assert_close(loss.loss, torch.full((2,), 2.0).log())
-    torch.testing.assert_close(loss.chosen_rewards, torch.zeros(2))
+    losses, chosen_rewards, _ = dpo_loss(x, y, x, y, beta=0.1)
+    torch.testing.assert_close(losses, torch.full((2,), 2.0).log())
+    torch.testing.assert_close(chosen_rewards, torch.zeros(2))
 
 
 def test_far_apart_the_losses_stay_finite() -> None:
     far = torch.tensor([1e4, -1e4])
-    loss = dpo_loss(far, -far, torch.zeros(2), torch.zeros(2), beta=0.1, label_smoothing=0.1).loss
-    torch.testing.assert_close(loss, torch.tensor([200.0, 1800.0]))
+    zeros = torch.zeros(2)
+    losses, _, _ = dpo_loss(far, -far, zeros, zeros, beta=0.1, label_smoothing=0.1)
+    torch.testing.assert_close(losses, torch.tensor([200.0, 1800.0]))
     torch.testing.assert_close(bradley_terry_loss(far, -far), torch.tensor([0.0, 2e4]))
 
 

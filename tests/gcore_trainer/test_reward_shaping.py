@@ -1,6 +1,7 @@
 """Length and KL penalties by hand, and against the arithmetic of DAPO's reward manager; KL controllers."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,17 +10,17 @@ from hypothesis import given, strategies as st
 from numpy.testing import assert_allclose
 
 from gcore_trainer import (
-    AdaptiveKLController,
     BatchError,
     ConfigError,
-    FixedKLController,
-    RewardKL,
+    KLControlConfig,
+    KLController,
     StateError,
-    kl_estimates,
     kl_penalty,
     kl_rewards,
     overlong_penalty,
 )
+from gcore_trainer.advantages.reward_shaping import kl_estimates
+from gcore_trainer.config import RewardKL
 
 log_probs = st.floats(-8.0, 0.0)
 tokens = st.lists(st.tuples(log_probs, log_probs, st.booleans()), min_size=1, max_size=12)
@@ -99,8 +100,13 @@ def test_a_response_without_tokens_is_refused() -> None:
         kl_rewards(1.0, np.zeros(2), np.zeros(2), np.zeros(2, np.bool_), coef=0.1)
 
 
+def adaptive(**settings: Any) -> KLController:
+    """A controller that follows the divergence."""
+    return KLController(KLControlConfig(type="adaptive", **settings))
+
+
 def test_a_fixed_coefficient_stays() -> None:
-    controller = FixedKLController(kl_coef=0.3)
+    controller = KLController(KLControlConfig(kl_coef=0.3))
     controller.update(100.0, 10)
     assert controller.value == 0.3
 
@@ -110,28 +116,28 @@ def test_a_fixed_coefficient_stays() -> None:
     [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (5.4, 0.99), (0.0, 0.98), (-3.0, 0.98)],
 )
 def test_an_adaptive_coefficient_follows_the_divergence(kl: float, factor: float) -> None:
-    controller = AdaptiveKLController(kl_coef=0.2, target_kl=6.0, horizon=1000)
+    controller = adaptive(kl_coef=0.2, target_kl=6.0, horizon=1000)
     controller.update(kl, 100)
     assert controller.value == pytest.approx(0.2 * factor)
 
 
 def test_a_divergence_that_follows_the_coefficient_ends_at_its_target() -> None:
-    controller = AdaptiveKLController(kl_coef=0.01, target_kl=6.0, horizon=1000)
+    controller = adaptive(kl_coef=0.01, target_kl=6.0, horizon=1000)
     for _ in range(2000):
         controller.update(1.2 / controller.value, 100)
     assert controller.value == pytest.approx(0.2, rel=1e-6)
 
 
 def test_a_coefficient_is_resumed() -> None:
-    first = AdaptiveKLController(kl_coef=0.2, target_kl=6.0, horizon=1000)
+    first = adaptive(kl_coef=0.2, target_kl=6.0, horizon=1000)
     first.update(9.0, 64)
-    second = AdaptiveKLController(kl_coef=1.0, target_kl=6.0, horizon=1000)
+    second = adaptive(kl_coef=1.0, target_kl=6.0, horizon=1000)
     second.load_state(first.state())
     for controller in (first, second):
         controller.update(3.0, 64)
     assert second.value == first.value != 0.2
-    fixed = FixedKLController(kl_coef=1.0)
-    fixed.load_state(FixedKLController(kl_coef=0.5).state())
+    fixed = KLController(KLControlConfig(kl_coef=1.0))
+    fixed.load_state(KLController(KLControlConfig(kl_coef=0.5)).state())
     assert fixed.value == 0.5
 
 
@@ -140,8 +146,8 @@ def test_a_coefficient_is_resumed() -> None:
 )
 def test_a_state_that_is_none_is_refused(state: dict[str, float]) -> None:
     for controller in (
-        FixedKLController(kl_coef=1.0),
-        AdaptiveKLController(kl_coef=1.0, target_kl=1.0, horizon=1),
+        KLController(KLControlConfig(kl_coef=1.0)),
+        adaptive(kl_coef=1.0, target_kl=1.0, horizon=1),
     ):
         with pytest.raises(StateError, match=r"state is .* one entry 'value'"):
             controller.load_state(state)
@@ -150,14 +156,14 @@ def test_a_state_that_is_none_is_refused(state: dict[str, float]) -> None:
 
 def test_controllers_refuse_what_is_out_of_bounds() -> None:
     with pytest.raises(ConfigError, match=r"kl_coef is -0\.1"):
-        FixedKLController(kl_coef=-0.1)
+        KLController(KLControlConfig(kl_coef=-0.1))
     with pytest.raises(ConfigError, match="kl_coef is inf"):
-        AdaptiveKLController(kl_coef=math.inf, target_kl=6.0, horizon=10)
+        adaptive(kl_coef=math.inf, target_kl=6.0, horizon=10)
     with pytest.raises(ConfigError, match="target_kl is 0"):
-        AdaptiveKLController(kl_coef=0.1, target_kl=0.0, horizon=10)
+        adaptive(kl_coef=0.1, target_kl=0.0, horizon=10)
     with pytest.raises(ConfigError, match="horizon is 0"):
-        AdaptiveKLController(kl_coef=0.1, target_kl=6.0, horizon=0)
-    controller = AdaptiveKLController(kl_coef=0.1, target_kl=6.0, horizon=10)
+        adaptive(kl_coef=0.1, target_kl=6.0, horizon=0)
+    controller = adaptive(kl_coef=0.1, target_kl=6.0, horizon=10)
     with pytest.raises(BatchError, match="current_kl is nan"):
         controller.update(math.nan, 1)
     with pytest.raises(

@@ -9,13 +9,8 @@ from hypothesis import given, strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
-from gcore_trainer import (
-    BatchError,
-    ConfigError,
-    RolloutCorrectionConfig,
-    rollout_correction,
-    weight_moments,
-)
+from gcore_trainer import BatchError, ConfigError, RolloutCorrectionConfig, rollout_correction
+from gcore_trainer.advantages.rollout_correction import weight_moments
 from gcore_trainer.config import RolloutIS, RolloutRS
 
 Array = NDArray[np.float64]

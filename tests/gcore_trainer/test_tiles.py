@@ -10,11 +10,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_oracles import Group, groups, make_samples
 
-from gcore_trainer import pack
 from gcore_trainer.packing.block_attention import AttentionKind, has_varlen_kernel
-from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles, row_tiles
+from gcore_trainer.packing.layout import pack
 from gcore_trainer.packing.row import ShortRow
-from gcore_trainer.packing.tiles import RowAttention, RowCalls, scoring_of
+from gcore_trainer.packing.tiles import (
+    RowAttention,
+    RowCalls,
+    Tile,
+    causal_tiles,
+    earlier_tiles,
+    row_tiles,
+    scoring_of,
+)
 
 windows = st.one_of(st.none(), st.integers(1, 60))
 
@@ -22,11 +29,11 @@ windows = st.one_of(st.none(), st.integers(1, 60))
 def seen(tiles: list[Tile], num_tokens: int) -> np.ndarray:
     """How many times each query [T] meets each key [T]."""
     times = np.zeros((num_tokens, num_tokens), np.int64)
-    for (q, num_queries), (k, num_keys), kind in tiles:
-        offset = np.arange(num_keys) - np.arange(num_queries)[:, None]
-        assert kind == "all" or num_queries == num_keys
+    for queries, keys, kind in tiles:
+        offset = np.arange(len(keys)) - np.arange(len(queries))[:, None]
+        assert kind == "all" or len(queries) == len(keys)
         is_seen = {"all": np.ones_like(offset), "until": offset <= 0, "from": offset >= 0}[kind]
-        times[q : q + num_queries, k : k + num_keys] += is_seen
+        times[queries.start : queries.stop, keys.start : keys.stop] += is_seen
     return times
 
 
@@ -48,7 +55,7 @@ def test_a_row_is_cut_exactly(lengths: list[Group], share_prefix: bool, window: 
     assert (seen(tiles, num_tokens) == expected).all()
     # Every query sees a key of the first call that it is in: its own.
     first = np.concatenate(
-        [np.arange(t.queries.start, sum(t.queries)) for t in tiles if t.seen == "until"]
+        [np.arange(t.queries.start, t.queries.stop) for t in tiles if t.seen == "until"]
     )
     assert (np.sort(first) == np.arange(num_tokens)).all()
 
@@ -62,7 +69,7 @@ def test_a_row_is_cut_exactly(lengths: list[Group], share_prefix: bool, window: 
 def test_earlier_keys_are_cut_exactly(
     num_queries: int, num_keys: int, gap: int, window: int | None
 ) -> None:
-    queries, keys = TokenSpan(num_keys, num_queries), TokenSpan(0, num_keys)
+    queries, keys = range(num_keys, num_keys + num_queries), range(num_keys)
     tiles = list(earlier_tiles(queries, keys, num_keys + gap, window))
     distance = num_keys + gap + np.arange(num_queries)[:, None] - np.arange(num_keys)
     expected = distance < (window or 1000)
@@ -71,8 +78,8 @@ def test_earlier_keys_are_cut_exactly(
 
 def test_work_under_a_window_is_that_of_the_window() -> None:
     window, length = 128, 1 << 15
-    tiles = causal_tiles(TokenSpan(0, length), window)
-    scores = sum(t.queries.length * t.keys.length / (1 if t.seen == "all" else 2) for t in tiles)
+    tiles = causal_tiles(range(length), window)
+    scores = sum(len(t.queries) * len(t.keys) / (1 if t.seen == "all" else 2) for t in tiles)
     assert scores < length * window
     samples = make_samples([Group(4096, [40] * 64)], seed=0)
     calls = RowCalls(pack(samples).segments, device=torch.device("cpu")).of(1024, is_varlen=False)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, strategies as st
 from numpy.testing import assert_allclose
 
-from gcore_trainer import explained_variance, value_loss, value_moments
+from gcore_trainer.objectives.value import explained_variance, value_loss, value_moments
 
 number = st.integers(-3000, 3000).map(
     lambda n: n / 1000

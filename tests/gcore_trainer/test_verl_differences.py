@@ -13,11 +13,11 @@ from by_name import group_advantages
 from hypothesis import given, strategies as st
 
 from gcore_trainer import (
-    AdaptiveKLController,
     BatchError,
     BatchTotals,
     ConfigError,
-    KLPenalty,
+    KLControlConfig,
+    KLController,
     LossAggMode,
     PolicyLossConfig,
     PolicyObjective,
@@ -25,17 +25,15 @@ from gcore_trainer import (
     Sample,
     TokenScores,
     aggregation_weights,
-    explained_variance,
     grpo_advantages,
     kl_penalty,
     policy_loss,
-    remax_advantages,
     rollout_correction,
-    value_moments,
-    whiten,
-    whitening_moments,
 )
-from gcore_trainer.config import POLICY_LOSSES
+from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimators.remax import remax_advantages
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty
+from gcore_trainer.objectives.value import explained_variance, value_moments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/verl.md").read_text()
@@ -188,9 +186,9 @@ def test_sapo_is_aggregated_as_asked(verl: Any) -> None:
             masks, mode, totals=BatchTotals.of(masks), max_response_length=3
         )
         flat = [x.flatten() for x in arrays]
-        loss = policy_loss(
+        loss, _ = policy_loss(
             PolicyLossConfig(loss_mode="sapo"), *flat[:3], mask=flat[3].bool(), lengths=[3, 3]
-        ).loss
+        )
         ours[mode] = float((torch.from_numpy(np.concatenate(weights)) * loss).sum())
     assert ours["seq-mean-token-mean"] == pytest.approx(seq_mean.item())
     assert ours["token-mean"] != pytest.approx(seq_mean.item())
@@ -292,7 +290,7 @@ def test_nan_at_a_masked_out_token(verl: Any) -> None:
     )
     assert theirs.isnan()
     flat = log_probs[0], log_probs[0], advantages[0]
-    ours = policy_loss(PolicyLossConfig(), *flat, mask=mask[0].bool(), lengths=[3]).loss
+    ours, _ = policy_loss(PolicyLossConfig(), *flat, mask=mask[0].bool(), lengths=[3])
     assert ours.tolist() == [-1.0, 0.0, -1.0]
 
 
@@ -301,7 +299,8 @@ def test_kl_controllers_refuse_what_would_break_them(verl: Any) -> None:
         theirs = verl.algos.AdaptiveKLController(0.2, 6.0, 100)
         theirs.update(current_kl, n_steps)
         assert not theirs.value > 0
-        ours = AdaptiveKLController(kl_coef=0.2, target_kl=6.0, horizon=100)
+        settings = KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=6.0, horizon=100)
+        ours = KLController(settings)
         with pytest.raises(BatchError, match="expected"):
             ours.update(current_kl, n_steps)
         assert ours.value == 0.2

@@ -4,8 +4,8 @@ import pytest
 import torch
 from gpu_cases import SAMPLES, WINDOW
 
-from gcore_trainer import PackedBatch, pack
 from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.layout import PackedBatch, pack
 from gcore_trainer.packing.row import PackedPlan
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

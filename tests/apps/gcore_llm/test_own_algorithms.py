@@ -6,7 +6,7 @@ import pytest
 from command_line import Cli, step_rows
 
 ADVANTAGE = '''
-from gcore_trainer import AdvantagesAndReturns, advantage_estimator, gae_advantages, grpo_advantages
+from gcore_trainer import advantage_estimator, gae_advantages, grpo_advantages
 
 
 def reinforce(group, config):
@@ -23,7 +23,7 @@ def mine(group, config):
 def actor_critic(group, config):
     rows = zip(group.rewards, group.values, group.masks)
     advantages, returns = zip(*(gae_advantages(r, v, m, gamma=config.gamma, lam=config.lam) for r, v, m in rows))
-    return AdvantagesAndReturns(advantages=advantages, returns=returns)
+    return advantages, returns
 
 
 def wrong(group, config):
@@ -32,7 +32,7 @@ def wrong(group, config):
 LOSS = '''
 import torch
 
-from gcore_trainer import PolicyLoss, policy_loss_function
+from gcore_trainer import policy_loss_function
 
 
 @policy_loss_function(has_dual_clip=True)
@@ -44,9 +44,8 @@ def ppo(tokens, config):
     loss = torch.maximum(unclipped, clipped)
     bound = -advantages * (config.clip_ratio_c or torch.inf)
     is_bound = (advantages < 0) & (loss > bound)
-    return PolicyLoss(
-        loss=torch.where(is_bound, bound, loss), ratio=ratio, clipped=clipped > unclipped, clipped_lower=is_bound
-    )
+    metrics = {"actor/pg_clipfrac": clipped > unclipped, "actor/pg_clipfrac_lower": is_bound}
+    return torch.where(is_bound, bound, loss), metrics
 
 
 def reinforce(tokens, config):
@@ -135,7 +134,7 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
         ),
         (
             ["--algorithm.adv-estimator", "advantage.py:f"],
-            "expected one of AdvantagesAndReturns, actor_critic, ",
+            "expected one of actor_critic, advantage_estimator, ",
         ),
         (
             ["--algorithm.adv-estimator", "broken.py:f"],
@@ -162,7 +161,7 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
         (["--actor.loss.loss-mode", "none.py:f"], "loss_mode is 'none.py:f'; expected a file that"),
         (
             ["--actor.loss.loss-mode", "loss.py:f"],
-            "expected one of PolicyLoss, policy_loss_function, ppo, ",
+            "expected one of policy_loss_function, ppo, ",
         ),
         (
             ["--actor.loss.loss-mode", "loss.py:reinforce", "--actor.loss.clip-ratio-c", "3"],

@@ -10,11 +10,17 @@ from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_llm.learning.preparation import prepare
 from gcore_rollout import Completion, Group
-from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
+from gcore_trainer import (
+    BatchError,
+    KLController,
+    RolloutCorrectionConfig,
+    Sample,
+    get_advantage_estimator,
+)
+from gcore_trainer.advantages.estimator import ESTIMATORS
 
-ESTIMATORS = advantage_estimators()
 Masks = list[list[bool]]
 MASKS: Masks = [[True, True, False, True, False], [False, True, True], [False, False]]
 """Of three responses to a prompt; the first ends in a token that the policy did not write."""
@@ -39,7 +45,7 @@ def prepared(
     group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses, greedy_score=0.25)
 
     async def program(context: Any) -> dict[str, float]:
-        kl = kl_controller(algorithm.kl_ctrl)
+        kl = KLController(algorithm.kl_ctrl)
         return await prepare(
             [group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group
         )
@@ -74,7 +80,7 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
 
 
 def algorithm_of(estimator: str) -> AlgorithmConfig:
-    has_rewards = ESTIMATORS[estimator].reads_token_rewards
+    has_rewards = get_advantage_estimator(estimator).reads_token_rewards
     return AlgorithmConfig(
         adv_estimator=estimator,
         old_log_probs="trainer",
@@ -88,7 +94,7 @@ def algorithm_of(estimator: str) -> AlgorithmConfig:
     )
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ESTIMATORS.names)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_out_tokens_are_never_read(estimator: str, poison: float) -> None:
     algorithm = algorithm_of(estimator)

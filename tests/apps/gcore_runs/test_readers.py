@@ -21,10 +21,10 @@ from gcore_trainer import (
     AdvantageConfig,
     PolicyLossConfig,
     ScoredGroup,
-    advantage_estimators,
     get_advantage_estimator,
     policy_loss,
 )
+from gcore_trainer.advantages.estimator import ESTIMATORS
 from gcore_trainer.config import POLICY_LOSSES
 
 CONFIGS: tuple[type, ...] = (
@@ -35,7 +35,7 @@ CONFIGS: tuple[type, ...] = (
     DPORunConfig,
 )
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "algorithm.adv_estimator": tuple(advantage_estimators()),
+    "algorithm.adv_estimator": tuple(ESTIMATORS.names),
     "actor.loss.loss_mode": tuple(POLICY_LOSSES.names),
 }
 """Values of the settings that have names of functions."""
@@ -222,7 +222,7 @@ def names_read_with(setting: str, value: str, section: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", advantage_estimators())
+@pytest.mark.parametrize("name", ESTIMATORS.names)
 def test_an_estimator_reads_what_the_table_says(name: str) -> None:
     masks = [np.ones(2, np.bool_), np.ones(2, np.bool_)]
     rewards = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]

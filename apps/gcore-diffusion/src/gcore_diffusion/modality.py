@@ -30,7 +30,7 @@ from gcore_diffusion.sampling.shared_arrays import share_conditions
 from gcore_diffusion.sampling.shown_samples import samples_to_show
 from gcore_rollout import ImageRequest, ImageSample, Scored, part_means, part_stds
 from gcore_runs import RunJob
-from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
+from gcore_trainer import DiffusionMicroBatch, DiffusionSample, grpo_advantages
 
 _EPSILON = 1e-4
 _MISMATCH = "training/rollout_ratio_dev"
@@ -272,10 +272,9 @@ class ImageModality(
         size = self._config.actor.micro_batch_size
         means: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
-            scores: list[StepScores] = await ctx.roles.learner.score_alone(
-                "reference", inputs[start : start + size]
-            )
-            means += [score.means for score in scores]
+            scores: list[tuple[NDArray[np.float32], NDArray[np.float32]]]
+            scores = await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
+            means += [image_means for image_means, _ in scores]
         return means
 
 
@@ -375,7 +374,7 @@ async def _add_reference_pass(
     for update in updates:
         for batch in update:
             pairs = zip(batch, next(scores), strict=True)
-            batch[:] = [replace(sample, ref_means=score.means) for sample, score in pairs]
+            batch[:] = [replace(sample, ref_means=means) for sample, (means, _) in pairs]
 
 
 async def _replace_old_pass(
@@ -391,12 +390,10 @@ async def _replace_old_pass(
     for update in updates:
         for batch in update:
             rescored: list[DiffusionSample] = []
-            for sample, score in zip(batch, next(scores), strict=True):
+            for sample, (means, log_probs) in zip(batch, next(scores), strict=True):
                 assert sample.old_log_probs is not None
-                distances.append(np.abs(np.expm1(score.log_probs - sample.old_log_probs)))
-                rescored.append(
-                    replace(sample, old_log_probs=score.log_probs, old_means=score.means)
-                )
+                distances.append(np.abs(np.expm1(log_probs - sample.old_log_probs)))
+                rescored.append(replace(sample, old_log_probs=log_probs, old_means=means))
             batch[:] = rescored
     all_distances = await ctx.group.all_gather(np.concatenate(distances))
     return float(np.concatenate(all_distances).mean())
@@ -404,8 +401,8 @@ async def _replace_old_pass(
 
 async def _score_updates(
     ctx: Context[ImageRoles], role: str, updates: Sequence[Sequence[DiffusionMicroBatch]]
-) -> Iterator[list[StepScores]]:
-    """Return the scores of each micro-batch of the updates, in their order."""
+) -> Iterator[list[tuple[NDArray[np.float32], NDArray[np.float32]]]]:
+    """Return means and log-probabilities of each micro-batch of the updates, in their order."""
     batches = list(chain.from_iterable(updates))
     return iter(await ctx.roles.learner.score(role, batches))
 

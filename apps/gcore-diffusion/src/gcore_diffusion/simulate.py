@@ -23,7 +23,7 @@ from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
 from gcore_runs.simulation.command import SIMULATE_TRAIN
 from gcore_runs.simulation.services import SimulatedModality, sample_name
-from gcore_trainer import DiffusionSample, StepScores
+from gcore_trainer import DiffusionSample
 
 if TYPE_CHECKING:
     from gcore_runs import Display, Kind, RunResult
@@ -102,9 +102,9 @@ class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
         """Return the FLOPs of a forward and a backward pass for each step."""
         return 3 * self._pass_flops * sum(max(1, sample.num_steps) for sample in micro_batch)
 
-    def outputs(self, sample: DiffusionSample) -> StepScores:
+    def outputs(self, sample: DiffusionSample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         steps = np.zeros(sample.num_steps, np.float32)
-        return StepScores(means=steps, log_probs=steps)
+        return steps, steps
 
 
 def _services(

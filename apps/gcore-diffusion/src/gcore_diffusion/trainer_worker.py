@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_diffusion.config import DiffusionConfig
@@ -25,10 +27,8 @@ from gcore_trainer import (
     DiffusionTrainer,
     FlowProcess,
     NFTObjective,
-    NoiseProcess,
     ParallelConfig,
     RewardGradientObjective,
-    StepScores,
     TorchParallel,
     pipeline_component,
     should_replicate,
@@ -92,8 +92,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
 
     def score(
         self, role: str, micro_batches: Sequence[DiffusionMicroBatch], *, with_routing: bool
-    ) -> list[list[StepScores]]:
-        """Return the Gaussians of the reference or the actor at the recorded steps of each image."""
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.float32]]]]:
+        """Return means and log-probabilities of the reference or the actor at the recorded steps of each image."""
         assert not with_routing
         return self._trainer.score_steps(
             micro_batches, self._kernel, by_reference=role == "reference"
@@ -128,7 +128,7 @@ def num_passes(micro_batch: DiffusionMicroBatch) -> float:
     return sum(max(1, sample.num_steps) for sample in micro_batch)
 
 
-def _noise_process(scheduler: Any) -> NoiseProcess:
+def _noise_process(scheduler: Any) -> FlowProcess | DDPMProcess:
     """Return the noise process that the model was trained on."""
     if hasattr(scheduler, "alphas_cumprod"):
         return DDPMProcess(

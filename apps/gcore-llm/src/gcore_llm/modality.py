@@ -27,7 +27,6 @@ from gcore_llm.learning.preparation import (
     choose,
     group_costs,
     has_signal,
-    kl_controller,
     mismatch,
     prepare,
     probe,
@@ -56,7 +55,7 @@ from gcore_rollout import (
     sampled_part,
 )
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
-from gcore_trainer import MicroBatch, Sample, add_distillation
+from gcore_trainer import KLController, MicroBatch, Sample, add_distillation
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._job = job
         self._config = config
         self._workload = job.workload
-        self._kl = kl_controller(config.algorithm.kl_ctrl)
+        self._kl = KLController(config.algorithm.kl_ctrl)
         self._sampling = sampling_params(config)
         self._with_greedy = config.algorithm.estimator.needs_greedy
         self._has_critic = has_critic(config)
@@ -226,7 +225,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         if is_taught:
             teacher_log_probs = await self._score_by_teachers(ctx, groups, samples)
             metrics |= await add_distillation(
-                samples, teacher_log_probs, ctx.group, coef=self._distillation.coef
+                samples, teacher_log_probs, ctx.group.all_gather, coef=self._distillation.coef
             )
         metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []

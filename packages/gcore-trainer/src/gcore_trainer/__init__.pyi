@@ -1,53 +1,39 @@
 from .advantages.distillation import (
     add_distillation as add_distillation,
-    distillation_advantages as distillation_advantages,
 )
 from .advantages.estimator import (
-    AdaptiveKLController as AdaptiveKLController,
-    AdvantageCollectives as AdvantageCollectives,
     AdvantageEstimator as AdvantageEstimator,
-    AdvantagesAndReturns as AdvantagesAndReturns,
-    FixedKLController as FixedKLController,
+    KLController as KLController,
     ScoredGroup as ScoredGroup,
     add_advantages as add_advantages,
     advantage_estimator as advantage_estimator,
-    advantage_estimators as advantage_estimators,
     check_finite_tokens as check_finite_tokens,
     get_advantage_estimator as get_advantage_estimator,
     rollout_mismatch as rollout_mismatch,
-    whiten as whiten,
-    whitening_moments as whitening_moments,
 )
 from .advantages.estimators.gae import gae_advantages as gae_advantages
 from .advantages.estimators.grpo import grpo_advantages as grpo_advantages
-from .advantages.estimators.reinforce_plus_plus import discounted_returns as discounted_returns
-from .advantages.estimators.remax import remax_advantages as remax_advantages
-from .advantages.estimators.rloo import rloo_advantages as rloo_advantages
 from .advantages.reward_shaping import (
     follow_divergence as follow_divergence,
-    kl_estimates as kl_estimates,
     kl_rewards as kl_rewards,
     overlong_penalty as overlong_penalty,
-    policy_and_reference as policy_and_reference,
 )
 from .advantages.rollout_correction import (
     add_rollout_correction as add_rollout_correction,
     rollout_correction as rollout_correction,
-    weight_moments as weight_moments,
 )
 from .config import (
     AdvantageConfig as AdvantageConfig,
     DPOConfig as DPOConfig,
     KLControlConfig as KLControlConfig,
-    KLPenalty as KLPenalty,
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
+    MegatronConfig as MegatronConfig,
     OptimizerConfig as OptimizerConfig,
     OptimizerName as OptimizerName,
     OverlongConfig as OverlongConfig,
     ParallelConfig as ParallelConfig,
     PolicyLossConfig as PolicyLossConfig,
-    RewardKL as RewardKL,
     RewardModelLossConfig as RewardModelLossConfig,
     RolloutCorrectionConfig as RolloutCorrectionConfig,
     ValueLossConfig as ValueLossConfig,
@@ -60,11 +46,7 @@ from .diffusion.config import (
 )
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
 from .diffusion.lora_file import read_component_lora_config as read_component_lora_config
-from .diffusion.losses import (
-    DDPMProcess as DDPMProcess,
-    FlowProcess as FlowProcess,
-    NoiseProcess as NoiseProcess,
-)
+from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
     DiffusionDPOObjective as DiffusionDPOObjective,
@@ -75,18 +57,15 @@ from .diffusion.objectives import (
 from .diffusion.sample import (
     DiffusionMicroBatch as DiffusionMicroBatch,
     DiffusionSample as DiffusionSample,
-    StepScores as StepScores,
 )
 from .diffusion.trainer import (
     DiffusionTrainer as DiffusionTrainer,
     MovingAverage as MovingAverage,
-    score_steps as score_steps,
 )
 from .errors import (
     BatchError as BatchError,
     ConfigError as ConfigError,
     MissingExtraError as MissingExtraError,
-    NonFiniteGradientError as NonFiniteGradientError,
     StateError as StateError,
     TrainerError as TrainerError,
     UnsupportedModelError as UnsupportedModelError,
@@ -99,16 +78,13 @@ from .lora import (
 )
 from .lora_config import LoRAConfig as LoRAConfig, read_lora_config as read_lora_config
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
-from .megatron_config import MegatronConfig as MegatronConfig
 from .objectives.objective import (
     BatchTotals as BatchTotals,
     Objective as Objective,
-    PartialLoss as PartialLoss,
     TokenScores as TokenScores,
     aggregation_weights as aggregation_weights,
 )
 from .objectives.policy import (
-    PolicyLoss as PolicyLoss,
     PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
     kl_penalty as kl_penalty,
@@ -119,18 +95,12 @@ from .objectives.supervised import (
     DPOObjective as DPOObjective,
     RewardModelObjective as RewardModelObjective,
     SFTObjective as SFTObjective,
-    bradley_terry_loss as bradley_terry_loss,
-    dpo_loss as dpo_loss,
     scored_at_end as scored_at_end,
 )
 from .objectives.value import (
     ValueObjective as ValueObjective,
-    explained_variance as explained_variance,
-    value_loss as value_loss,
-    value_moments as value_moments,
 )
 from .packing.head import token_scores as token_scores
-from .packing.layout import PackedBatch as PackedBatch, pack as pack
 from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers

@@ -17,10 +17,6 @@ class UnsupportedModelError(TrainerError, ValueError):
     """The backend cannot run this model's architecture."""
 
 
-class NonFiniteGradientError(TrainerError):
-    """The gradient was NaN or infinite too many steps in a row."""
-
-
 class MissingExtraError(TrainerError, ImportError):
     """An optional dependency is not installed; the message holds the install command, and the setting that needs it."""
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
-from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
+from gcore_trainer.errors import BatchError, ConfigError, StateError, TrainerError
 from gcore_trainer.lora import LoRAWeights, save_adapters
 from gcore_trainer.objectives.objective import (
     BatchTotals,
@@ -26,7 +25,8 @@ from gcore_trainer.objectives.objective import (
 )
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.sample import NOTHING, MicroBatch, Sample, by_sample, filled_up
-from gcore_trainer.state import check_state
+from gcore_trainer.torch.host_memory import Sleeper
+from gcore_trainer.torch.optimizer import AdamW, gather_full_tensor
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class BaseTrainer:
             message = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
             _logger.warning(message, self.step, grad_norm, count, MAX_NONFINITE_STEPS)
         if count >= MAX_NONFINITE_STEPS:
-            raise NonFiniteGradientError(
+            raise TrainerError(
                 f"the gradient norm was {grad_norm} in {count} steps in a row: try a lower lr"
             )
         self.step += 1
@@ -147,7 +147,7 @@ class BaseTrainer:
         Raises:
             StateError: names or shapes differ; nothing was changed.
         """
-        check_state(state, self.state())
+        _check_state(state, self.state())
         self._optimizer.load(state)
         for group, tensors in self._averages().items():
             for name, tensor in tensors.items():
@@ -158,6 +158,28 @@ class BaseTrainer:
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return further groups of tensors of the state, without gradients: averages of the parameters."""
         return {}
+
+
+def _check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise `StateError` if names or shapes of a saved state differ from the ``expected`` state of the trainer."""
+    difference = sorted(state.keys() ^ expected.keys())
+    if difference:
+        raise StateError(
+            f"state does not match this trainer's: names on one side only: {difference}"
+        )
+    for group, tensors in expected.items():
+        if not isinstance(tensors, dict):
+            continue
+        difference = sorted(state[group].keys() ^ tensors.keys())
+        if difference:
+            raise StateError(
+                f"{group} does not match the model: names on one side only: {difference[:3]}"
+            )
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and state[group][name].shape != tensor.shape:
+                raise StateError(
+                    f"{group}[{name!r}] has shape {tuple(state[group][name].shape)}; expected {tuple(tensor.shape)}"
+                )
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -191,15 +213,13 @@ class Trainer(BaseTrainer, ABC):
 
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
-    _sleeper: Any = None
+    _sleeper: Sleeper | None = None
     _module: torch.nn.Module
     _base: str
     """The folder, or the name, of the model that training started from."""
 
     def sleep(self) -> None:
         """Free the device's memory until `wake`, as `Sleeper` does; other calls meanwhile raise `TrainerError`."""
-        from gcore_trainer.torch.host_memory import Sleeper
-
         self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.stored_tensors)
         self._sleeper.sleep()
 
@@ -231,7 +251,7 @@ class Trainer(BaseTrainer, ABC):
         Raises:
             BatchError: the samples lack what the objective needs, hold numbers that are not finite at tokens that
                 count, or there are none at all.
-            NonFiniteGradientError: too many skipped steps in a row.
+            TrainerError: too many skipped steps in a row.
         """
         self._check_awake()
         samples: list[Sample] = []
@@ -337,7 +357,7 @@ class TorchTrainer(Trainer):
     Args:
         packed: the `PackedTransformer`; its parameters are updated in place.
         parallel: the `TorchParallel` of the ranks that divide parameters and samples; None: this process is alone.
-        offload: whether optimizer states are in host memory, and updates run there; see `MasterAdamW`.
+        offload: whether optimizer states are in host memory, and updates run there; see `AdamW`.
 
     Example:
         >>> packed = PackedModel.from_pretrained("model")

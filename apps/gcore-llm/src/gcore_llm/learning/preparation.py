@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Collectives
-from gcore_llm.config import AlgorithmConfig, KLControlConfig
+from gcore_llm.config import AlgorithmConfig
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Completion, Engine, Group, Request, SamplingParams
 from gcore_trainer import (
-    AdaptiveKLController,
     AdvantageConfig,
-    FixedKLController,
     Images,
+    KLController,
     Sample,
     add_advantages,
     add_rollout_correction,
@@ -32,7 +31,6 @@ from gcore_trainer import (
     get_advantage_estimator,
     kl_rewards,
     overlong_penalty,
-    policy_and_reference,
     rollout_mismatch,
 )
 
@@ -44,15 +42,6 @@ _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 _SHARE = 0.02
 _PROBE_TOKENS = 32
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
-
-
-def kl_controller(config: KLControlConfig) -> FixedKLController:
-    """Return the controller of the weight of the KL penalty in the reward."""
-    if config.type == "fixed":
-        return FixedKLController(kl_coef=config.kl_coef)
-    return AdaptiveKLController(
-        kl_coef=config.kl_coef, target_kl=config.target_kl, horizon=config.horizon
-    )
 
 
 def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
@@ -83,7 +72,7 @@ async def prepare(
     samples: Sequence[Sequence[Sample]],
     algorithm: AlgorithmConfig,
     *,
-    kl: FixedKLController,
+    kl: KLController,
     max_response_length: int,
     group: Collectives,
 ) -> dict[str, float]:
@@ -109,7 +98,9 @@ async def prepare(
     divergence: dict[str, float] = {}
     if algorithm.kl_ctrl.kl_coef:
         all_samples = list(chain.from_iterable(samples))
-        divergence = await follow_divergence(all_samples, algorithm.kl_ctrl.kl_penalty, kl, group)
+        divergence = await follow_divergence(
+            all_samples, algorithm.kl_ctrl.kl_penalty, kl, group.all_gather
+        )
     settings = AdvantageConfig(
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         gamma=algorithm.gamma,
@@ -117,10 +108,14 @@ async def prepare(
     )
     estimator = get_advantage_estimator(algorithm.adv_estimator)
     greedy_scores = [g.greedy_score for g in groups]
-    metrics = await add_advantages(samples, rewards, greedy_scores, estimator, settings, group)
+    metrics = await add_advantages(
+        samples, rewards, greedy_scores, estimator, settings, group.all_gather
+    )
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
-        metrics |= await add_rollout_correction(samples, algorithm.rollout_correction, group)
+        metrics |= await add_rollout_correction(
+            samples, algorithm.rollout_correction, group.all_gather
+        )
     return metrics
 
 
@@ -141,9 +136,12 @@ def _rewards(
             penalty_factor=algorithm.overlong.penalty_factor,
         )
     if kl_coef and sample.mask.any():
-        policy, reference = policy_and_reference(sample)
+        log_probs = sample.policy_log_probs
+        assert log_probs is not None
+        assert sample.ref_log_probs is not None
+        kind = algorithm.kl_ctrl.kl_penalty
         return kl_rewards(
-            score, policy, reference, sample.mask, coef=kl_coef, kind=algorithm.kl_ctrl.kl_penalty
+            score, log_probs, sample.ref_log_probs, sample.mask, coef=kl_coef, kind=kind
         )
     rewards = np.zeros(sample.mask.shape, np.float64)
     last = -1
@@ -288,7 +286,7 @@ async def mismatch(
         response = groups[g].responses[i]
         compared = comparable(response, version, keeps_cache=keeps_cache)
         differences.append(ours[compared].astype(np.float64) - response.log_probs[compared])
-    return await rollout_mismatch(differences, group)
+    return await rollout_mismatch(differences, group.all_gather)
 
 
 async def probe(

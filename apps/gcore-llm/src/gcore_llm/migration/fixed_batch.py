@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from gcore_controller import run_inline
 from gcore_llm.config import OverlongConfig, TrainConfig
-from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_llm.learning.preparation import prepare
 from gcore_rollout import Completion, Group
-from gcore_trainer import BatchTotals, PolicyObjective, Sample, TokenScores
+from gcore_trainer import BatchTotals, KLController, PolicyObjective, Sample, TokenScores
 
 NUM_PROMPTS = 4
 _MOST_RESPONSES = 8
@@ -163,7 +163,7 @@ def _prepare_samples(algorithm: Any, batch: FixedBatch) -> Any:
         samples.append(prompt_samples)
 
     async def program(context: Any) -> list[Sample]:
-        kl = kl_controller(algorithm.kl_ctrl)
+        kl = KLController(algorithm.kl_ctrl)
         await prepare(
             groups, samples, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import AdvantageCollectives, statistics
+from gcore_trainer.advantages.estimator import AllGather, statistics
 from gcore_trainer.errors import BatchError
 from gcore_trainer.sample import Sample, require_finite
 
@@ -41,7 +41,7 @@ def distillation_advantages(
 async def add_distillation(
     samples: Sequence[Sequence[Sample]],
     teacher_log_probs: Sequence[Sequence[NDArray[np.floating] | None]],
-    group: AdvantageCollectives,
+    all_gather: AllGather,
     *,
     coef: float = 1.0,
 ) -> dict[str, float]:
@@ -76,11 +76,11 @@ async def add_distillation(
                 kl_sum -= float(further.sum())
                 num_tokens += int(sample.mask.sum())
                 num_taught += 1
-    parts = await group.all_gather((kl_sum, num_tokens, num_taught, len(everyone)))
+    parts = await all_gather((kl_sum, num_tokens, num_taught, len(everyone)))
     kl, tokens, taught, total = (sum(column) for column in zip(*parts, strict=True))
     metrics = {
         "distillation/reverse_kl": kl / max(tokens, 1),
         "distillation/taught": taught / max(total, 1),
     }
     counted = [s.advantages[s.mask] for s in everyone if s.advantages is not None]
-    return metrics | await statistics("critic/advantages", counted, group)
+    return metrics | await statistics("critic/advantages", counted, all_gather)

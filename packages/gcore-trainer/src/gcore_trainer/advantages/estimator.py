@@ -1,22 +1,22 @@
 """Advantages of a batch from its rewards: the interface of an estimator, whitening and KL controllers."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig, Registry
+from gcore_trainer.config import AdvantageConfig, KLControlConfig, Registry
 from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import LARGEST, Sample, require_finite
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this much, so that no ratio overflows."""
-_ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
+ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,23 +52,8 @@ class ScoredGroup:
         ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AdvantagesAndReturns:
-    """The output of an estimator that needs a critic; returns, [R_i] of each response, are the critic's targets.
-
-    Example:
-        >>> result = AdvantagesAndReturns(advantages=[np.array([0.5, -0.5])], returns=[np.array([1.0, 0.0])])
-        >>> result.returns[0].tolist()
-        [1.0, 0.0]
-    """
-
-    advantages: Sequence[NDArray[np.floating]]
-    returns: Sequence[NDArray[np.floating]]
-
-
-_Function = Callable[
-    [ScoredGroup, AdvantageConfig], Sequence[NDArray[np.floating]] | AdvantagesAndReturns
-]
+_Arrays = Sequence[NDArray[np.floating]]
+_Function = Callable[[ScoredGroup, AdvantageConfig], _Arrays | tuple[_Arrays, _Arrays]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +72,8 @@ class AdvantageEstimator:
     """
 
     function: _Function
-    """Returns the advantages [R_i] of each response, with returns if ``needs_critic``."""
+    """Returns the advantages [R_i] of each response; with ``needs_critic`` a tuple of these and the returns [R_i] of
+    each response, which are the critic's targets."""
     needs_critic: bool = False
     needs_greedy: bool = False
     """The greedy response to every prompt is generated and scored, too."""
@@ -100,7 +86,7 @@ class AdvantageEstimator:
 
     def __call__(
         self, group: ScoredGroup, config: AdvantageConfig
-    ) -> tuple[Sequence[NDArray[np.floating]], Sequence[NDArray[np.floating]] | None]:
+    ) -> tuple[_Arrays, _Arrays | None]:
         """Return advantages and any returns; raise `BatchError` if the group or the function does not fit the needs."""
         for field, is_needed in (
             ("values", self.needs_critic),
@@ -112,10 +98,14 @@ class AdvantageEstimator:
                 )
         advantages: Any = self.function(group, config)
         returns: Any = None
-        has_returns = isinstance(advantages, AdvantagesAndReturns)
+        # The advantages of two responses may be a tuple, too, but of arrays.
+        has_returns = (
+            isinstance(advantages, tuple)
+            and len(advantages) == 2
+            and isinstance(advantages[0], Sequence)
+        )
         if has_returns:
-            returns = advantages.returns
-            advantages = advantages.advantages
+            advantages, returns = advantages
         if has_returns != self.needs_critic:
             raise BatchError(
                 f"returns is {returns}; expected {'returns' if self.needs_critic else 'None'} for an advantage "
@@ -145,15 +135,10 @@ def get_advantage_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ConfigError: there is no such estimator, no such file, or the file does not import.
     """
-    estimator = _ESTIMATORS.load(name)
+    estimator = ESTIMATORS.load(name)
     if not isinstance(estimator, AdvantageEstimator):
         estimator = AdvantageEstimator(function=estimator)
     return estimator
-
-
-def advantage_estimators() -> dict[str, AdvantageEstimator]:
-    """Return the built-in estimators by name."""
-    return {name: get_advantage_estimator(name) for name in _ESTIMATORS.names}
 
 
 def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
@@ -206,22 +191,44 @@ def whiten(
     return np.where(mask, (values - mean) / np.sqrt(variance + 1e-8), 0.0).astype(np.float32)
 
 
-class FixedKLController:
-    """A constant weight of the KL penalty in the reward; `ConfigError` if it is negative or not finite.
+class KLController:
+    """The weight of the KL penalty in the reward, which is constant or follows the divergence, as ``config.type`` says.
+
+    An adaptive one is a controller in log space (arXiv 1909.08593, sec. 2.2): e = clip(KL / target_kl - 1, -0.2, 0.2);
+    value <- value (1 + e n_steps / horizon), from ``kl_coef`` on.
 
     Example:
-        >>> controller = FixedKLController(kl_coef=0.001)
-        >>> controller.update(current_kl=5.0, n_steps=64)
-        >>> controller.value
-        0.001
+        >>> controller = KLController(KLControlConfig(kl_coef=0.1, type="adaptive", target_kl=6.0, horizon=10_000))
+        >>> controller.update(current_kl=12.0, n_steps=1_000)
+        >>> round(controller.value, 4)
+        0.102
     """
 
-    def __init__(self, *, kl_coef: float) -> None:
-        NOT_NEGATIVE.require("kl_coef", kl_coef)
-        self.value = float(kl_coef)
+    def __init__(self, config: KLControlConfig) -> None:
+        self._config = config
+        self.value = float(config.kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Do nothing: the weight is constant."""
+        """Follow one batch; a constant weight stays as it is.
+
+        Args:
+            current_kl: mean divergence of the batch, in the unit of ``target_kl``.
+            n_steps: responses in the batch, or what else the horizon counts.
+
+        Raises:
+            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
+        """
+        if self._config.type == "fixed":
+            return
+        horizon = self._config.horizon
+        if not math.isfinite(current_kl):
+            raise BatchError(f"current_kl is {current_kl}; expected a finite number")
+        if not 0 <= n_steps < 5 * horizon:
+            raise BatchError(
+                f"n_steps is {n_steps}; expected 0 or more, and less than five times horizon={horizon}"
+            )
+        error = min(max(current_kl / self._config.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / horizon
 
     def state(self) -> dict[str, float]:
         """Return the state for `load_state`."""
@@ -236,63 +243,11 @@ class FixedKLController:
         self.value = float(state["value"])
 
 
-class AdaptiveKLController(FixedKLController):
-    """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
+AllGather = Callable[[Any], Awaitable[list[Any]]]
+"""Exchange between the processes that hold parts of a batch: gives each one every process's value, by rank.
 
-    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon), from ``kl_coef`` on. A setting
-    out of its bounds is a `ConfigError`.
-
-    Args:
-        target_kl: divergence that is sought, in the unit that `update` is given.
-        horizon: n_steps over which an error takes its full effect.
-
-    Example:
-        >>> controller = AdaptiveKLController(kl_coef=0.1, target_kl=6.0, horizon=10_000)
-        >>> controller.update(current_kl=12.0, n_steps=1_000)
-        >>> round(controller.value, 4)
-        0.102
-    """
-
-    def __init__(self, *, kl_coef: float, target_kl: float, horizon: int) -> None:
-        ABOVE_ZERO.require("target_kl", target_kl)
-        AT_LEAST_1.require("horizon", horizon)
-        super().__init__(kl_coef=kl_coef)
-        self._target_kl = target_kl
-        self._horizon = horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Follow one batch.
-
-        Args:
-            current_kl: mean divergence of the batch.
-            n_steps: responses in the batch, or what else the horizon counts.
-
-        Raises:
-            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
-        """
-        if not math.isfinite(current_kl):
-            raise BatchError(f"current_kl is {current_kl}; expected a finite number")
-        if not 0 <= n_steps < 5 * self._horizon:
-            raise BatchError(
-                f"n_steps is {n_steps}; expected 0 or more, and less than five times horizon={self._horizon}"
-            )
-        error = min(max(current_kl / self._target_kl - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self._horizon
-
-
-class AdvantageCollectives(Protocol):
-    """Exchange between the processes that hold parts of a batch; all processes make the same calls.
-
-    Example:
-        >>> class OneProcess:
-        ...     async def all_gather(self, value):
-        ...         return [value]
-        >>> collectives: AdvantageCollectives = OneProcess()
-    """
-
-    async def all_gather(self, value: Any) -> list[Any]:
-        """Return every process's value, by rank."""
-        ...
+All processes make the same calls.
+"""
 
 
 def check_finite_tokens(
@@ -330,7 +285,7 @@ async def add_advantages(
     greedy_scores: Sequence[float | None],
     estimator: AdvantageEstimator,
     config: AdvantageConfig,
-    group: AdvantageCollectives,
+    all_gather: AllGather,
 ) -> dict[str, float]:
     """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
@@ -361,10 +316,10 @@ async def add_advantages(
             sample.returns = sample_returns.astype(np.float32)
         everyone.extend(group_samples)
         scores.append(scored.scores)
-    metrics = await statistics("critic/rewards", scores, group)
+    metrics = await statistics("critic/rewards", scores, all_gather)
     if estimator.whiten:
         moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
-        batch = sum(await group.all_gather(moments), np.zeros(3))
+        batch = sum(await all_gather(moments), np.zeros(3))
         for sample in everyone:
             sample.advantages = whiten(sample.advantages, sample.mask, batch)
     fields = ["advantages"]
@@ -372,12 +327,12 @@ async def add_advantages(
         fields = ["values", "returns", "advantages"]
     for field in fields:
         counted = [getattr(s, field)[s.mask] for s in everyone]
-        metrics |= await statistics(f"critic/{field}", counted, group)
+        metrics |= await statistics(f"critic/{field}", counted, all_gather)
     return metrics
 
 
 async def rollout_mismatch(
-    differences: Sequence[NDArray[np.floating]], group: AdvantageCollectives
+    differences: Sequence[NDArray[np.floating]], all_gather: AllGather
 ) -> dict[str, float]:
     """Return metrics of an engine's log-probs against the trainer's, of the tokens of all processes.
 
@@ -398,7 +353,7 @@ async def rollout_mismatch(
         size.max(initial=0.0),
         (np.expm1(log_ratio) - log_ratio).sum(),
     )
-    counts, sums, highest, k3 = zip(*await group.all_gather(part), strict=True)
+    counts, sums, highest, k3 = zip(*await all_gather(part), strict=True)
     if not sum(counts):
         return {"training/rollout_probs_diff_valid": 0.0}
     return {
@@ -410,14 +365,14 @@ async def rollout_mismatch(
 
 
 async def statistics(
-    name: str, values: Sequence[NDArray[Any]], group: AdvantageCollectives
+    name: str, values: Sequence[NDArray[Any]], all_gather: AllGather
 ) -> dict[str, float]:
     """Return mean, maximum and minimum of the numbers of all processes, as metrics; none without any number."""
     joined = np.concatenate([*values, np.zeros(0)])
     part = None
     if joined.size:
         part = (joined.size, float(joined.sum()), float(joined.max()), float(joined.min()))
-    parts = list(filter(None, await group.all_gather(part)))
+    parts = list(filter(None, await all_gather(part)))
     if not parts:
         return {}
     count, total, highest, lowest = zip(*parts, strict=True)

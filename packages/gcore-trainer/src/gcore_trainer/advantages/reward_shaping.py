@@ -7,7 +7,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import AdvantageCollectives, FixedKLController
+from gcore_trainer.advantages.estimator import AllGather, KLController
 from gcore_trainer.config import NOT_NEGATIVE, RewardKL
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
@@ -95,24 +95,19 @@ def kl_rewards(
     return rewards
 
 
-def policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return a sample's log-probs [R] under the policy before its update, and under the reference policy."""
-    log_probs = sample.policy_log_probs
-    assert log_probs is not None
-    assert sample.ref_log_probs is not None
-    return log_probs, sample.ref_log_probs
-
-
 async def follow_divergence(
-    samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: AdvantageCollectives
+    samples: Sequence[Sample], kind: RewardKL, kl: KLController, all_gather: AllGather
 ) -> dict[str, float]:
     """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names."""
     divergences: list[float] = []
     for sample in samples:
         if sample.mask.any():
-            estimates = kl_estimates(*policy_and_reference(sample), sample.mask, kind)
+            log_probs = sample.policy_log_probs
+            assert log_probs is not None
+            assert sample.ref_log_probs is not None
+            estimates = kl_estimates(log_probs, sample.ref_log_probs, sample.mask, kind)
             divergences.append(float(estimates[sample.mask].mean()))
-    everyones = list(chain.from_iterable(await group.all_gather(divergences)))
+    everyones = list(chain.from_iterable(await all_gather(divergences)))
     mean = float(np.mean(everyones)) if everyones else 0.0
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": kl.value}
     kl.update(mean, len(everyones))

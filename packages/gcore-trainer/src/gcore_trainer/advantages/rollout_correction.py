@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, AdvantageCollectives
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, AllGather
 from gcore_trainer.config import RolloutCorrectionConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
@@ -86,7 +86,7 @@ def rollout_correction(
 async def add_rollout_correction(
     samples: Sequence[Sequence[Sample]],
     config: RolloutCorrectionConfig,
-    group: AdvantageCollectives,
+    all_gather: AllGather,
 ) -> dict[str, float]:
     """Set weights and masks against the mismatch of engine and trainer; return metrics of the whole batch.
 
@@ -102,7 +102,7 @@ async def add_rollout_correction(
     batch = None
     if config.rollout_is_batch_normalize:
         moments = weight_moments(**columns, config=config) if counted else np.zeros(2)
-        batch = sum(await group.all_gather(moments), np.zeros(2))
+        batch = sum(await all_gather(moments), np.zeros(2))
     weights = None
     masks: Sequence[Any] = ()
     metrics: dict[str, float] = {}
@@ -116,7 +116,7 @@ async def add_rollout_correction(
         sample.rollout_is_weights = sample_weights
     for sample, mask in zip(counted, masks, strict=True):
         sample.response_mask = mask
-    return _combine_metrics(await group.all_gather((len(counted), metrics)))
+    return _combine_metrics(await all_gather((len(counted), metrics)))
 
 
 def _combine_metrics(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -23,10 +23,12 @@ from gcore_trainer.packing.block_attention import (
     has_varlen_kernel,
     sink_gradients,
 )
-from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles
 from gcore_trainer.packing.tiles import (
+    Tile,
     TileCall,
     attend_calls,
+    causal_tiles,
+    earlier_tiles,
     finish_row,
     gradients_of_calls,
     make_calls,
@@ -226,9 +228,9 @@ def _tiles(
     for start in range(
         segments.start, segments.start + segments.num_segments * 2 * length, 2 * length
     ):
-        early = TokenSpan(start, length)
-        late = TokenSpan(start + length, length)
-        both_chunks = TokenSpan(start, 2 * length)
+        both_chunks = range(start, start + 2 * length)
+        early = both_chunks[:length]
+        late = both_chunks[length:]
         if window is None or window >= 2 * size * length:
             if source == rank:
                 yield Tile(both_chunks, both_chunks, "until")

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import TRAINED, AdapterSets, LoRAWeights, adapters_named, add_lora
@@ -21,6 +20,7 @@ from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.activations import is_checkpointed
 from gcore_trainer.torch.compiled import compile_backend
 from gcore_trainer.torch.host_memory import Sleeper
+from gcore_trainer.torch.optimizer import gather_full_tensor
 from gcore_trainer.torch.parallel import shard_modules
 
 try:

@@ -1,44 +1,21 @@
 """Forward processes and losses of diffusion models. B images, latents [B, ...]; every loss is [B]."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
-from gcore_trainer.objectives.policy import PolicyLoss, clipped_surrogate
-
-
-class NoiseProcess(ABC):
-    """Levels [B] are in (0, 1]: of flow matching the sigma, of DDPM the share of its steps. Latents are [B, ...].
-
-    Example:
-        >>> process: NoiseProcess = FlowProcess()
-        >>> process.timesteps(torch.tensor([0.5, 1.0]))
-        tensor([ 500., 1000.])
-    """
-
-    @abstractmethod
-    def add_noise(
-        self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the latents at these levels."""
-
-    @abstractmethod
-    def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        """Return the target of the model's output there."""
-
-    @abstractmethod
-    def timesteps(self, level: torch.Tensor) -> torch.Tensor:
-        """Return the timesteps [B] that are passed to the model."""
+from gcore_trainer.objectives.policy import LossAndMetrics, clipped_surrogate
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowProcess(NoiseProcess):
+class FlowProcess:
     """Rectified flow (arXiv 2209.03003): x_s = (1 - s) x_0 + s e, and the model gives v = e - x_0.
+
+    Levels [B], the sigmas, are in (0, 1].
 
     Example:
         >>> process = FlowProcess()
@@ -53,20 +30,25 @@ class FlowProcess(NoiseProcess):
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
     ) -> torch.Tensor:
+        """Return the latents [B, ...] at these levels [B]."""
         s = column(level, clean)
         return (1 - s) * clean + s * noise
 
     def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        """Return the target [B, ...] of the model's output at these levels [B]."""
         del level
         return noise - clean
 
     def timesteps(self, level: torch.Tensor) -> torch.Tensor:
+        """Return the timesteps [B] that are passed to the model."""
         return level * self.num_train_timesteps
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPMProcess(NoiseProcess):
+class DDPMProcess:
     """DDPM (arXiv 2006.11239, eq. 4): x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e, with a = alpha-bar.
+
+    Levels [B] are shares of the T steps, in (0, 1].
 
     Example:
         >>> process = DDPMProcess(alphas_cumprod=[0.99, 0.64])
@@ -81,22 +63,29 @@ class DDPMProcess(NoiseProcess):
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
     ) -> torch.Tensor:
+        """Return the latents [B, ...] at these levels [B]."""
         a = self._alpha(clean, level)
         return a.sqrt() * clean + (1 - a).sqrt() * noise
 
     def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        """Return the target [B, ...] of the model's output at these levels [B]."""
         if self.prediction_type != "v_prediction":
             return noise if self.prediction_type == "epsilon" else clean
         a = self._alpha(clean, level)
         return a.sqrt() * noise - (1 - a).sqrt() * clean
 
     def timesteps(self, level: torch.Tensor) -> torch.Tensor:
+        """Return the timesteps [B] that are passed to the model."""
         count = len(self.alphas_cumprod)
         return (level * count).long().clamp(0, count - 1)
 
     def _alpha(self, like: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
         alphas = torch.tensor(self.alphas_cumprod, dtype=like.dtype, device=like.device)
         return column(alphas[self.timesteps(level)], like)
+
+
+NoiseProcess = FlowProcess | DDPMProcess
+"""A forward process: latents and targets at noise levels in (0, 1]."""
 
 
 def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -110,8 +99,8 @@ def clipped_step_loss(
     advantages: torch.Tensor,
     *,
     clip_ratio: float,
-) -> PolicyLoss:
-    """Compute PPO's clipped surrogate of one denoising step.
+) -> LossAndMetrics:
+    """Compute PPO's clipped surrogate of one denoising step: losses [B], and metrics [B] by name.
 
     max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
     eq. 6, clipped as its section 4.2 says) and Flow-GRPO (arXiv 2505.05470, eq. 5).
@@ -128,7 +117,7 @@ def guard_step_loss(
     advantages: torch.Tensor,
     *,
     clip_ratio: float,
-) -> PolicyLoss:
+) -> LossAndMetrics:
     """Compute GRPO-Guard's loss (arXiv 2510.22319, eq. 8 and 11): the log-ratio without its bias, equal weights.
 
     A Gaussian's log-ratio is on average -|m - m_old|^2 / 2 std^2, below 0: the clip from above hardly ever acts, and
@@ -143,8 +132,8 @@ def guard_step_loss(
     """
     noise = (next_latents - old_means) / column(std, means)
     log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
-    policy = _clip_ratio(log_ratio, advantages, clip_ratio)
-    return replace(policy, loss=policy.loss / -dt)
+    loss, metrics = _clip_ratio(log_ratio, advantages, clip_ratio)
+    return loss / -dt, metrics
 
 
 def gaussian_kl(means: torch.Tensor, ref_means: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -197,7 +186,11 @@ def diffusion_dpo_loss(
     return -logsigmoid(margins), margins > 0
 
 
-def _clip_ratio(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> PolicyLoss:
+def _clip_ratio(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
+) -> LossAndMetrics:
     # An infinite ratio has a gradient of NaN, even where the clip leaves it out.
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return clipped_surrogate(ratio, advantages, low=clip_ratio, high=clip_ratio)
+    loss, is_clipped = clipped_surrogate(ratio, advantages, low=clip_ratio, high=clip_ratio)
+    deviation = (ratio.detach() - 1).abs()
+    return loss, {"actor/pg_clipfrac": is_clipped, "actor/ratio_dev": deviation}

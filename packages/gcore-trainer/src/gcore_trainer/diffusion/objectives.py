@@ -154,20 +154,20 @@ class DenoisingPolicyObjective(DiffusionObjective):
             [old_means] = stack_fields(samples, device, "old_means", step=index)
             std = drawn.std.flatten()
             clip_ratio = self._config.clip_ratio
-            policy = guard_step_loss(
+            losses, metrics = guard_step_loss(
                 following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio
             )
         else:
-            policy = clipped_step_loss(
+            losses, metrics = clipped_step_loss(
                 log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio
             )
-        loss = policy.loss.sum() / total
+        loss = losses.sum() / total
         sums = {
             "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": policy.clipped.sum() / total,
             "actor/ppo_kl": (old_log_probs - log_probs.detach()).sum() / total,
-            "actor/ratio_dev": (policy.ratio.detach() - 1).abs().sum() / total,
         }
+        for name, values in metrics.items():
+            sums[name] = values.sum() / total
         if self._config.kl_loss_coef:
             [ref_means] = stack_fields(samples, device, "ref_means", step=index)
             std = drawn.std.flatten()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,19 +130,10 @@ DiffusionMicroBatch = list[DiffusionSample]
 """Images computed in one forward and backward pass for each step."""
 
 
-class StepScores(NamedTuple):
-    """The Gaussians of a policy at the K recorded steps of an image.
+StepScores = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Gaussians at the K recorded steps of an image: means [K, ...], and log-probabilities [K] of the next latents.
 
-    Example:
-        >>> scores = StepScores(means=np.zeros((2, 4, 8, 8), np.float32), log_probs=np.zeros(2, np.float32))
-        >>> scores.log_probs.shape
-        (2,)
-    """
-
-    means: NDArray[np.float32]
-    """[K, ...]."""
-    log_probs: NDArray[np.float32]
-    """[K] of the next latents; NaN: the step has no noise, and so no density."""
+A log-probability is NaN where the step has no noise, and so no density."""
 
 
 def require_fields(samples: Sequence[DiffusionSample], names: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
@@ -25,6 +24,7 @@ from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.objective import add_sums
 from gcore_trainer.torch.host_memory import Sleeper
+from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
 
@@ -124,7 +124,7 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = _make_adamw(parameters, optimizer)
+        self._adamw = make_adamw(parameters, optimizer, offload=False)
         super().__init__(
             config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group)
         )
@@ -180,8 +180,7 @@ class DiffusionTrainer(BaseTrainer):
 
         Raises:
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
-            NonFiniteGradientError: too many skipped steps in a row.
-            TrainerError: the trainer is asleep.
+            TrainerError: too many skipped steps in a row, or the trainer is asleep.
         """
         self._sleeper.check_awake()
 
@@ -337,14 +336,6 @@ class DiffusionTrainer(BaseTrainer):
         return groups
 
 
-def _make_adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
-    if config.name == "adamw":
-        return AdamW(parameters, config)
-    from gcore_trainer.torch.optimizer import make_adamw
-
-    return make_adamw(parameters, config, offload=False)
-
-
 def _require_one(calls: set[int]) -> None:
     """Raise `BatchError` for unequal numbers of calls, which the collectives of a sharded model cannot make."""
     if len(calls) != 1:
@@ -393,8 +384,10 @@ def score_steps(
             means.append(drawn.mean.cpu())
             log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            by_image = map(
-                StepScores, torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy()
+            by_image = zip(
+                torch.stack(means, dim=1).numpy(),
+                torch.stack(log_probs, dim=1).numpy(),
+                strict=True,
             )
             scores.append(list(by_image))
     return scores

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from gcore_trainer.config import require
+from gcore_trainer.config import MegatronConfig, require
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.experts import ALIGNMENT_BYTES
-from gcore_trainer.megatron_config import MegatronConfig
 from gcore_trainer.torch.activations import LARGE_MODEL
 
 

@@ -14,11 +14,11 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.pieces import TensorPiece
+from gcore_trainer.torch.optimizer import AdamW
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 

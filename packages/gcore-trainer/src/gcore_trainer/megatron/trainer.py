@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import ABOVE_ZERO, OptimizerConfig, ParallelConfig
+from gcore_trainer.config import ABOVE_ZERO, MegatronConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import LoRAWeights
 from gcore_trainer.lora_config import LoRAConfig
@@ -40,7 +40,6 @@ from gcore_trainer.megatron.model import make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import gather_weights, pieces_of
 from gcore_trainer.megatron.routing import LayerRouters
-from gcore_trainer.megatron_config import MegatronConfig
 from gcore_trainer.objectives.objective import (
     BatchTotals,
     Objective,

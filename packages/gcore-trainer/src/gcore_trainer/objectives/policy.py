@@ -10,7 +10,7 @@ import torch
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
-from gcore_trainer.config import POLICY_LOSSES, KLPenalty, PolicyLossConfig, has_dual_clip, require
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty, PolicyLossConfig, require
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import (
     BatchTotals,
@@ -59,33 +59,19 @@ class PolicyTokens:
         return torch.exp((self.log_probs - self.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PolicyLoss:
-    """The loss, ratio and clipping of every token. All shape [N].
-
-    Example:
-        >>> ratio = torch.tensor([1.0, 1.5])
-        >>> clipped = ratio > 1.2
-        >>> PolicyLoss(loss=-ratio.clamp(max=1.2), ratio=ratio, clipped=clipped, clipped_lower=clipped & False).loss
-        tensor([-1.0000, -1.2000])
-    """
-
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor
-    """True where the upper or lower clip is active and cuts the gradient (in CISPO, the ratio alone)."""
-    clipped_lower: torch.Tensor
-    """True where the dual clip of a negative advantage is active."""
-
+LossAndMetrics = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The loss of every token, and metrics of every token by name, all [N]: of a metric the mean is reported."""
 
 _loss_function = cache(POLICY_LOSSES.load)
-_Function = Callable[[PolicyTokens, PolicyLossConfig], PolicyLoss | torch.Tensor]
+_Function = Callable[[PolicyTokens, PolicyLossConfig], LossAndMetrics | torch.Tensor]
 
 
 def policy_loss_function(*, has_dual_clip: bool = False) -> Callable[[_Function], _Function]:
     """Declare that a function of `PolicyTokens` and a `PolicyLossConfig` reads ``clip_ratio_c``.
 
-    It returns a `PolicyLoss`, or the losses [N] alone if it clips nothing.
+    It returns the losses [N], or a tuple of these and metrics [N] by name, whose means over the tokens that count are
+    reported: ``actor/pg_clipfrac`` where the upper or lower clip cuts the gradient (in CISPO, clips the ratio),
+    ``actor/pg_clipfrac_lower`` where the dual clip of a negative advantage does, and any of its own.
     """
 
     def declare(function: _Function) -> _Function:
@@ -103,10 +89,13 @@ def policy_loss(
     *,
     mask: torch.Tensor,
     lengths: Sequence[int],
-) -> PolicyLoss:
+) -> LossAndMetrics:
     """Compute the loss that ``config.loss_mode`` names, at every token; the arguments are those of `PolicyTokens`.
 
     Tokens that do not count have loss 0 and no gradient, even where they hold NaN.
+
+    Returns:
+        losses [N], and the loss's metrics [N] by name; see `policy_loss_function`.
 
     Raises:
         ConfigError: there is no such loss, no such file, or the file does not import.
@@ -121,31 +110,26 @@ def policy_loss(
     )
     result = _loss_function(config.loss_mode)(tokens, config)
     if isinstance(result, torch.Tensor):
-        nothing = torch.zeros_like(result, dtype=torch.bool)
-        result = PolicyLoss(
-            loss=result, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing
-        )
-    if result.loss.shape != mask.shape:
+        result = result, {}
+    loss_N, metrics = result
+    if loss_N.shape != mask.shape:
         raise BatchError(
-            f"the policy loss has shape {tuple(result.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
+            f"the policy loss has shape {tuple(loss_N.shape)}; expected that of its tokens, {tuple(mask.shape)}"
         )
-    return result
+    return loss_N, metrics
 
 
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
-) -> PolicyLoss:
-    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, eq. 7)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, eq. 7).
+
+    Returns:
+        losses [N], and [N] bool, True where the clip is active, and with it the gradient cut.
+    """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    is_clipped = clipped > unclipped
-    nothing = torch.zeros_like(is_clipped)
-    return PolicyLoss(
-        loss=torch.maximum(unclipped, clipped),
-        ratio=ratio,
-        clipped=is_clipped,
-        clipped_lower=nothing,
-    )
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def kl_penalty(
@@ -195,7 +179,8 @@ class PolicyObjective(Objective[TokenScores]):
     loss_name = "actor/pg_loss"
 
     def __init__(self, config: PolicyLossConfig) -> None:
-        is_read = config.clip_ratio_c is None or has_dual_clip(config.loss_mode)
+        loss = _loss_function(config.loss_mode)
+        is_read = config.clip_ratio_c is None or getattr(loss, "has_dual_clip", False)
         require(
             "clip_ratio_c",
             config.clip_ratio_c,
@@ -245,8 +230,9 @@ class PolicyObjective(Objective[TokenScores]):
         old = optional.get("old_log_probs", current)
         advantages = field_of(samples, "advantages", like=current)
         lengths = [s.response_ids.size for s in samples]
-        policy = policy_loss(config, log_probs, old, advantages, mask=mask, lengths=lengths)
-        loss_N = policy.loss
+        loss_N, token_metrics = policy_loss(
+            config, log_probs, old, advantages, mask=mask, lengths=lengths
+        )
         if "rollout_is_weights" in optional:
             loss_N = optional["rollout_is_weights"] * loss_N
         pg_loss = (weight_N * loss_N).sum()
@@ -255,11 +241,13 @@ class PolicyObjective(Objective[TokenScores]):
         sums = {
             "actor/pg_loss": pg_loss.detach(),
             "mean:actor/ppo_kl": (count * (old - current)).sum(),
-            "mean:actor/pg_clipfrac": (mask & policy.clipped).sum(),
-            "mean:actor/pg_clipfrac_lower": (mask & policy.clipped_lower).sum(),
             "mean:actor/entropy": (count * entropies.detach()).sum(),
             "count": count.sum(),
         }
+        nothing_N = torch.zeros_like(mask)
+        clipping = {"actor/pg_clipfrac": nothing_N, "actor/pg_clipfrac_lower": nothing_N}
+        for name, metric_N in (clipping | token_metrics).items():
+            sums[f"mean:{name}"] = torch.where(mask, metric_N.detach(), 0).sum()
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * (weight_N * entropies).sum()
         if config.kl_loss_coef:

@@ -5,7 +5,7 @@ For pairs a micro-batch holds chosen and rejected samples in turn. Shapes: P pai
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -58,15 +58,6 @@ class SFTObjective(Objective[TokenScores]):
         }
 
 
-class DPOLoss(NamedTuple):
-    """Loss of every pair, with the rewards that the policy implies. All shape [P]."""
-
-    loss: torch.Tensor
-    chosen_rewards: torch.Tensor
-    """beta (log pi - log pi_ref) of the chosen response, without gradient."""
-    rejected_rewards: torch.Tensor
-
-
 def dpo_loss(
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
@@ -76,7 +67,7 @@ def dpo_loss(
     beta: float,
     loss_type: DPOLossType = "sigmoid",
     label_smoothing: float = 0.0,
-) -> DPOLoss:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the loss of direct preference optimisation, per pair.
 
     With h = (log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected):
@@ -95,6 +86,10 @@ def dpo_loss(
         ref_chosen: [P] under the reference policy, likewise.
         ref_rejected: [P], likewise.
         label_smoothing: s, in [0, 0.5); 0 for any other loss than ``sigmoid``.
+
+    Returns:
+        loss [P], and the rewards [P] that the policy implies for the chosen and for the rejected responses,
+        beta (log pi - log pi_ref), without gradient.
 
     Raises:
         ConfigError: a label_smoothing out of its bounds.
@@ -125,7 +120,7 @@ def dpo_loss(
             loss = (1 - beta * h).relu()
         case _:
             assert_never(loss_type)
-    return DPOLoss(loss, beta * chosen.detach(), beta * rejected.detach())
+    return loss, beta * chosen.detach(), beta * rejected.detach()
 
 
 def bradley_terry_loss(
@@ -200,8 +195,10 @@ class DPOObjective(Objective[TokenScores]):
         ref_log_probs = field_of(samples, "ref_log_probs", like=scores.log_probs)
         chosen, rejected = self._by_pair(scores.log_probs, samples)
         ref_chosen, ref_rejected = self._by_pair(ref_log_probs, samples)
-        dpo = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, **vars(self._config))
-        return _loss_and_sums("dpo", dpo.loss, dpo.chosen_rewards, dpo.rejected_rewards, totals)
+        losses, chosen_rewards, rejected_rewards = dpo_loss(
+            chosen, rejected, ref_chosen, ref_rejected, **vars(self._config)
+        )
+        return _loss_and_sums("dpo", losses, chosen_rewards, rejected_rewards, totals)
 
     def _by_pair(
         self, log_probs_N: torch.Tensor, samples: MicroBatch

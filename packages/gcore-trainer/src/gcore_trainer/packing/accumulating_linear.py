@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 def accumulate_gradients(module: nn.Linear) -> Any:
     """Return a forward pass with the layer's results and gradients, which are rounded less often.
 
-    The sum is the parameter's ``grad``, where it is there in float32 before the backward pass, as with `MasterAdamW`:
+    The sum is the parameter's ``grad``, where it is there in float32 before the backward pass, as with `AdamW`:
     autograd, and hooks on the parameter, then see no gradient of it. Anything else is as in `torch.nn.Linear`.
     """
 

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.layout import Segment, TokenSpan
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024
@@ -96,10 +95,11 @@ class Places:
 
 
 def padded_places(
-    spans: Sequence[TokenSpan], *, num_tokens: int, device: torch.device, is_reversed: bool
+    spans: Sequence[range], *, num_tokens: int, device: torch.device, is_reversed: bool
 ) -> Places:
     """Return the places of spans as segments of the length of the longest."""
-    starts, lengths = np.array(spans).T
+    starts = np.array([span.start for span in spans])
+    lengths = np.array(list(map(len, spans)))
     length = int(lengths.max())
     is_equal = bool((lengths == length).all())
     steps = np.diff(starts)
@@ -122,11 +122,10 @@ def padded_places(
     return Places(num_segments=len(spans), length=length, **tensors)
 
 
-def places_end_to_end(
-    spans: Sequence[TokenSpan], *, device: torch.device, is_reversed: bool
-) -> Places:
+def places_end_to_end(spans: Sequence[range], *, device: torch.device, is_reversed: bool) -> Places:
     """Return the places of spans as one segment: a view if each starts where the last ended."""
-    starts, lengths = np.array(spans).T
+    starts = np.array([span.start for span in spans])
+    lengths = np.array(list(map(len, spans)))
     if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
     parts: list[NDArray[np.int64]] = []
@@ -139,9 +138,9 @@ def places_end_to_end(
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
 
 
-def span_index(span: TokenSpan | Segment) -> NDArray[np.int64]:
+def span_index(span: range) -> NDArray[np.int64]:
     """Return the index of each token of a span in its row."""
-    return np.arange(span.start, span.start + span.length)
+    return np.arange(span.start, span.stop)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

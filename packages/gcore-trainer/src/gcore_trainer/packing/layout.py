@@ -1,4 +1,4 @@
-"""The layout of a row: its segments, the packing of samples end to end, and the tiles of attention over it.
+"""The layout of a row: its segments, and the packing of samples end to end.
 
 No padding is computed, and a prompt that many samples share is computed once. A row of T tokens is made of segments. A
 *causal* segment starts from nothing: a prompt, or a prompt with its only response. A *branch* segment is one of several
@@ -10,10 +10,9 @@ follow the real ones of a causal segment or make up a last segment of their own,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,11 @@ class Segment(NamedTuple):
     parent: "Segment | None"
     num_padding: int
     """Tokens of the length that are padding, at its end."""
+
+    @property
+    def tokens(self) -> range:
+        """Places of its tokens in the row."""
+        return range(self.start, self.start + self.length)
 
     @property
     def prompt_length(self) -> int:
@@ -175,101 +179,3 @@ def pack(
 def rounded_length(length: int) -> int:
     """Round up to a power of two, at least 16."""
     return max(16, 1 << (length - 1).bit_length())
-
-
-class TokenSpan(NamedTuple):
-    """Neighbouring tokens of a row."""
-
-    start: int
-    length: int
-
-    def part(self, first: int, last: int | None = None) -> "TokenSpan":
-        """Return tokens `first` up to `last` of these."""
-        if last is None:
-            last = self.length
-        return TokenSpan(self.start + first, last - first)
-
-
-class Tile(NamedTuple):
-    """Neighbouring queries, and neighbouring keys that they see: all, or a triangle of as many keys as queries.
-
-    Segments, shared prompts, sliding windows and the chunks of a ring are exact sums of tiles, without masks.
-    """
-
-    queries: TokenSpan
-    keys: TokenSpan
-    seen: Literal["all", "until", "from"]
-    """Which keys query i sees: all, those until key i, or those from key i."""
-
-
-def causal_tiles(tokens: TokenSpan, window: int | None) -> Iterator[Tile]:
-    """Yield the tiles of tokens that see their latest predecessors and themselves, `window` in all."""
-    step = tokens.length
-    if window is not None:
-        step = min(window, step)
-    chunks = [tokens.part(i, min(i + step, tokens.length)) for i in range(0, tokens.length, step)]
-    for chunk in chunks:
-        yield Tile(chunk, chunk, "until")
-    for previous, chunk in pairwise(chunks):
-        yield from earlier_tiles(chunk, previous, step, window)
-
-
-def earlier_tiles(
-    queries: TokenSpan, keys: TokenSpan, distance: int, window: int | None
-) -> Iterator[Tile]:
-    """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
-
-    Args:
-        distance: position of the first query less that of the first key.
-        window: latest tokens that a query sees, its own included; None: all.
-    """
-    # Query i sees the keys from i + shift.
-    shift = -queries.length
-    if window is not None:
-        shift = distance - window + 1
-    if shift > 0:
-        keys = keys.part(min(shift, keys.length))
-        shift = 0
-    num_full = min(-shift, queries.length)
-    num_partial = min(queries.length - num_full, keys.length)
-    partial = queries.part(num_full, num_full + num_partial)
-    for tile in (
-        Tile(queries.part(0, num_full), keys, "all"),
-        Tile(partial, keys.part(num_partial), "all"),
-    ):
-        if tile.queries.length and tile.keys.length:
-            yield tile
-    if num_partial:
-        yield Tile(partial, keys.part(0, num_partial), "from")
-
-
-def row_tiles(
-    segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False
-) -> list[Tile]:
-    """Return the tiles of a row's segments: each sees itself causally, and its prompt if it has one.
-
-    A kernel that has windows gets causal tiles whole.
-    """
-    tiles: list[Tile] = []
-    branches: dict[Segment, list[TokenSpan]] = {}
-    causal_window = None if kernel_has_windows else window
-    for segment in segments:
-        tokens = TokenSpan(segment.start, segment.length)
-        tiles += causal_tiles(tokens, causal_window)
-        if segment.parent is not None:
-            branches.setdefault(segment.parent, []).append(tokens)
-    for prompt, spans in branches.items():
-        keys = TokenSpan(prompt.start, prompt.length)
-        # Branches are neighbours, and the prompt's last tokens are seen by all of them.
-        longest = max(span.length for span in spans)
-        first = 0
-        if window is not None:
-            first = min(keys.length, max(0, keys.length + longest - window))
-        start = spans[0].start
-        end = spans[-1].start + spans[-1].length
-        if first < keys.length:
-            tiles.append(Tile(TokenSpan(start, end - start), keys.part(first), "all"))
-        if first:
-            for span in spans:
-                tiles += earlier_tiles(span, keys.part(0, first), keys.length, window)
-    return tiles

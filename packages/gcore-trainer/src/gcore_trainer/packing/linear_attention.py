@@ -55,9 +55,9 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     for segment in batch.segments:
         if segment in shared:
             continue
-        sequence = span_index(segment)
+        sequence = span_index(segment.tokens)
         if segment.parent:
-            sequence = np.append(span_index(segment.parent), sequence)
+            sequence = np.append(span_index(segment.parent.tokens), sequence)
         by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)

@@ -22,20 +22,22 @@ Routing = list[list[NDArray[np.int16]]]
 """Experts [P + R - 1, L, K] of each sample of each micro-batch."""
 
 
-class ReplayedRouter:
-    """A router whose choice can be recorded and imposed.
+class ReplayedRouter(TorchFunctionMode):
+    """A router whose choice can be recorded and imposed; within its forward pass, a mode of torch's functions.
 
     Every router scores all experts and takes ``torch.topk`` of the scores. Replay is the router's own computation with
     other indices there: weights, their normalisation and their gradient are as they would be had it chosen these.
     """
 
     def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:
+        super().__init__()
         self.imposed: torch.Tensor | None = None
         """[T, K] choice of the next passes; None: the router chooses."""
         self.recorded: list[torch.Tensor] | None = None
         """[T, K] of every pass, while it is a list."""
         self.num_experts = num_experts
         self.top_k = top_k
+        self._chosen: torch.Tensor | None = None
         self._name = type(router).__name__
         self._forward = router.forward
         router.forward = self._run_forward
@@ -43,25 +45,18 @@ class ReplayedRouter:
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.imposed is None and self.recorded is None:
             return self._forward(*args, **kwargs)
-        with _TopK(self) as choice:
+        self._chosen = None
+        with self:
             result = self._forward(*args, **kwargs)
-        if choice.indices is None:
+        if self._chosen is None:
             raise UnsupportedModelError(
                 f"{self._name} did not choose {self.top_k} of {self.num_experts} experts by torch.topk: "
                 "router replay needs it to"
             )
         if self.recorded is not None:
-            self.recorded.append(choice.indices)
+            self.recorded.append(self._chosen)
+        self._chosen = None
         return result
-
-
-class _TopK(TorchFunctionMode):
-    """Imposes and reports the top k of the experts' scores within its context."""
-
-    def __init__(self, router: ReplayedRouter) -> None:
-        super().__init__()
-        self._router = router
-        self.indices: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -69,18 +64,17 @@ class _TopK(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk) or not self._is_choice(*args, **kwargs):
             return func(*args, **kwargs)
-        imposed = self._router.imposed
-        if imposed is None:
+        if self.imposed is None:
             result = func(*args, **kwargs)
         else:
-            result = torch.return_types.topk((args[0].gather(-1, imposed), imposed))  # pyright: ignore[reportAttributeAccessIssue]
-        self.indices = result.indices
+            result = torch.return_types.topk((args[0].gather(-1, self.imposed), self.imposed))  # pyright: ignore[reportAttributeAccessIssue]
+        self._chosen = result.indices
         return result
 
     def _is_choice(self, scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> bool:
         """Return whether a top k chooses the experts: some routers choose groups of experts before."""
         del args, kwargs
-        return k == self._router.top_k and scores.shape[-1] == self._router.num_experts
+        return k == self.top_k and scores.shape[-1] == self.num_experts
 
 
 def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]:

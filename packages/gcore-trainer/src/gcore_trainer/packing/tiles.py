@@ -7,10 +7,10 @@ Shapes: T tokens of a row, S segments of L tokens in one kernel call, N tokens o
 heads, D/V dimension of keys/values.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.layout import Segment, Tile, rounded_length, row_tiles
+from gcore_trainer.packing.layout import Segment, rounded_length
 from gcore_trainer.packing.whole_row import WholeRow
 
 NUM_PADDED = 64
@@ -41,37 +41,100 @@ NUM_PADDED = 64
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class Tile(NamedTuple):
+    """Neighbouring queries, and neighbouring keys that they see: all, or a triangle of as many keys as queries.
+
+    Segments, shared prompts, sliding windows and the chunks of a ring are exact sums of tiles, without masks.
+    """
+
+    queries: range
+    """Places in the row."""
+    keys: range
+    seen: Literal["all", "until", "from"]
+    """Which keys query i sees: all, those until key i, or those from key i."""
+
+
+def causal_tiles(tokens: range, window: int | None) -> Iterator[Tile]:
+    """Yield the tiles of tokens that see their latest predecessors and themselves, `window` in all."""
+    step = len(tokens)
+    if window is not None:
+        step = min(window, step)
+    chunks = [tokens[i : i + step] for i in range(0, len(tokens), step)]
+    for chunk in chunks:
+        yield Tile(chunk, chunk, "until")
+    for previous, chunk in pairwise(chunks):
+        yield from earlier_tiles(chunk, previous, step, window)
+
+
+def earlier_tiles(queries: range, keys: range, distance: int, window: int | None) -> Iterator[Tile]:
+    """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
+
+    Args:
+        distance: position of the first query less that of the first key.
+        window: latest tokens that a query sees, its own included; None: all.
+    """
+    # Query i sees the keys from i + shift.
+    shift = -len(queries)
+    if window is not None:
+        shift = distance - window + 1
+    if shift > 0:
+        keys = keys[shift:]
+        shift = 0
+    num_full = min(-shift, len(queries))
+    num_partial = min(len(queries) - num_full, len(keys))
+    partial = queries[num_full : num_full + num_partial]
+    for tile in (
+        Tile(queries[:num_full], keys, "all"),
+        Tile(partial, keys[num_partial:], "all"),
+    ):
+        if tile.queries and tile.keys:
+            yield tile
+    if num_partial:
+        yield Tile(partial, keys[:num_partial], "from")
+
+
+def row_tiles(
+    segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False
+) -> list[Tile]:
+    """Return the tiles of a row's segments: each sees itself causally, and its prompt if it has one.
+
+    A kernel that has windows gets causal tiles whole.
+    """
+    tiles: list[Tile] = []
+    branches: dict[Segment, list[range]] = {}
+    causal_window = None if kernel_has_windows else window
+    for segment in segments:
+        tiles += causal_tiles(segment.tokens, causal_window)
+        if segment.parent is not None:
+            branches.setdefault(segment.parent, []).append(segment.tokens)
+    for prompt, spans in branches.items():
+        keys = prompt.tokens
+        # Branches are neighbours, and the prompt's last tokens are seen by all of them.
+        longest = max(map(len, spans))
+        first = 0
+        if window is not None:
+            first = min(len(keys), max(0, len(keys) + longest - window))
+        if first < len(keys):
+            tiles.append(Tile(range(spans[0].start, spans[-1].stop), keys[first:], "all"))
+        if first:
+            for span in spans:
+                tiles += earlier_tiles(span, keys[:first], len(keys), window)
+    return tiles
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TileCall(ABC):
-    """One kernel call."""
+class TileCall:
+    """One kernel call: for S segments of tiles of about equal extents, or for tiles end to end."""
 
     queries: Places
     keys: Places
     is_first: bool
     """No call before this one has any of its queries, nor of its keys."""
-
-    @abstractmethod
-    def attend(
-        self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output [S, Q, H, V] and log-sum-exp [S, Q, H]."""
-
-    @abstractmethod
-    def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
-        """Return the call's part of the gradients of queries, keys and values.
-
-        Args:
-            tensors: [S, ...] of the call: gradient of the output, queries, keys, values, output, log-sum-exp.
-        """
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Rectangle(TileCall):
-    """Tiles of equal, or about equal, extents in a batch."""
-
     is_causal: bool
-    key_mask: torch.Tensor | None
+    key_mask: torch.Tensor | None = None
     """[S, 1, 1, L] 0, or -inf for padding that a query would see."""
+    lengths: VarlenLengths | None = None
+    """Extents of the tiles that lie end to end, for flash attention of CUDA, with S = 1; None: a batch of S."""
 
     def _scoring(self, scoring: Scoring) -> Scoring:
         return replace(scoring, is_causal=self.is_causal, key_mask=self.key_mask)
@@ -79,6 +142,12 @@ class _Rectangle(TileCall):
     def attend(
         self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output [S, Q, H, V] and log-sum-exp [S, Q, H]."""
+        if self.lengths is not None:
+            out_NHD, lse_NH = attend_varlen(
+                q_SQHD[0], k_SLKD[0], v_SLKV[0], self.lengths, scale=scoring.scale
+            )
+            return out_NHD[None], lse_NH[None]
         q_SHQD = q_SQHD.transpose(1, 2)
         k_SKLD = k_SLKD.transpose(1, 2)
         v_SKLV = v_SLKV.transpose(1, 2)
@@ -86,6 +155,17 @@ class _Rectangle(TileCall):
         return out_SHQV.transpose(1, 2), lse_SHQ.transpose(1, 2)
 
     def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
+        """Return the call's part of the gradients of queries, keys and values.
+
+        Args:
+            tensors: [S, ...] of the call: gradient of the output, queries, keys, values, output, log-sum-exp.
+        """
+        if self.lengths is not None:
+            grad, q, k, v, out, lse = (x[0] for x in tensors)
+            grad_q, grad_k, grad_v = varlen_gradients(
+                grad, q, k, v, out, lse, self.lengths, scale=scoring.scale
+            )
+            return grad_q[None], grad_k[None], grad_v[None]
         lse_SQH = tensors[-1]
         is_padding = self.queries.is_padding
         if is_padding is not None:
@@ -96,28 +176,6 @@ class _Rectangle(TileCall):
             grad, q, k, v, out, lse_SQH.transpose(1, 2), self._scoring(scoring)
         )
         return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Varlen(TileCall):
-    """Tiles of any extents end to end, for flash attention of CUDA; S is 1."""
-
-    lengths: VarlenLengths
-
-    def attend(
-        self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_NHD, lse_NH = attend_varlen(
-            q_SQHD[0], k_SLKD[0], v_SLKV[0], self.lengths, scale=scoring.scale
-        )
-        return out_NHD[None], lse_NH[None]
-
-    def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
-        grad, q, k, v, out, lse = (x[0] for x in tensors)
-        grad_q, grad_k, grad_v = varlen_gradients(
-            grad, q, k, v, out, lse, self.lengths, scale=scoring.scale
-        )
-        return grad_q[None], grad_k[None], grad_v[None]
 
 
 def make_calls(
@@ -140,9 +198,7 @@ def make_calls(
     times: dict[str, NDArray[np.int64]] = {}
     for tile in tiles:
         calls_of_token = times.setdefault(tile.seen, np.zeros(num_tokens, np.int64))
-        calls_of_query = calls_of_token[
-            tile.queries.start : tile.queries.start + tile.queries.length
-        ]
+        calls_of_query = calls_of_token[tile.queries.start : tile.queries.stop]
         extents = None if is_varlen else _extents(tile)
         groups.setdefault((tile.seen, int(calls_of_query.max()), extents), []).append(tile)
         calls_of_query[:] = calls_of_query.max() + 1
@@ -156,13 +212,17 @@ def make_calls(
         if is_varlen:
             queries = places_end_to_end(query_spans, **options)
             keys = places_end_to_end(key_spans, **options)
-            num_queries = [span.length for span in query_spans]
-            num_keys = [span.length for span in key_spans]
-            kernel_window = window if is_first else None
             lengths = VarlenLengths.of(
-                num_queries, num_keys, device, is_causal=is_causal, window=kernel_window
+                list(map(len, query_spans)),
+                list(map(len, key_spans)),
+                device,
+                is_causal=is_causal,
+                window=window if is_first else None,
             )
-            calls.append(_Varlen(queries=queries, keys=keys, is_first=is_first, lengths=lengths))
+            call = TileCall(
+                queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, lengths=lengths
+            )
+            calls.append(call)
             continue
         queries = padded_places(query_spans, num_tokens=num_tokens, **options)
         keys = padded_places(key_spans, num_tokens=num_tokens, **options)
@@ -173,7 +233,7 @@ def make_calls(
                 is_padding_SL, -torch.inf
             )
             key_mask = key_mask[:, None, None]
-        call = _Rectangle(
+        call = TileCall(
             queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, key_mask=key_mask
         )
         calls.append(call)
@@ -182,8 +242,8 @@ def make_calls(
 
 def _extents(tile: Tile) -> tuple[int, int]:
     """Return the numbers of queries and keys, rounded up for small tiles."""
-    num_queries = tile.queries.length
-    num_keys = tile.keys.length
+    num_queries = len(tile.queries)
+    num_keys = len(tile.keys)
     if max(num_queries, num_keys) > NUM_PADDED:
         return num_queries, num_keys
     return rounded_length(num_queries), rounded_length(num_keys)

@@ -42,9 +42,9 @@ class WholeRow:
         num_keys: list[int] = []
         index: list[NDArray[np.int64]] = []
         for segment in segments:
-            keys = span_index(segment)
+            keys = span_index(segment.tokens)
             if segment.parent is not None:
-                keys = np.append(span_index(segment.parent), keys)
+                keys = np.append(span_index(segment.parent.tokens), keys)
             num_queries.append(segment.length)
             num_keys.append(keys.size)
             index.append(keys)

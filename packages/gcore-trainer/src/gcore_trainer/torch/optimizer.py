@@ -4,9 +4,10 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
-from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import ConfigError, MissingExtraError
 from gcore_trainer.torch.host_memory import OffloadArena, first_row, local, piece_bytes
@@ -22,33 +23,8 @@ _MUON_MOMENTUM = 0.95
 """Decay of Muon's moment."""
 
 
-def make_adamw(
-    parameters: Mapping[str, torch.nn.Parameter],
-    config: OptimizerConfig,
-    *,
-    offload: bool,
-    model: Any = None,
-) -> AdamW:
-    """Make the optimizer that ``config.name`` names, with masters; Muon needs transformers' model.
-
-    Errors are those of its class.
-    """
-    if config.name == "muon":
-        require("name", config.name, model is not None, "'adamw' or 'adamw_8bit' for this model")
-        require(
-            "name",
-            config.name,
-            not offload,
-            "'adamw' or 'adamw_8bit' with optimizer states in host memory",
-        )
-        return MuonAdamW(parameters, config, matrices=hidden_matrices(parameters, model))
-    if config.name == "adamw_8bit":
-        return AdamW8bit(parameters, config, offload=offload)
-    return MasterAdamW(parameters, config, offload=offload)
-
-
-class MasterAdamW(AdamW):
-    """AdamW that updates float32 copies (masters), and rounds them to the parameters after each update.
+class AdamW:
+    """torch's fused AdamW, which updates float32 copies (masters) of parameters of fewer bits and rounds them.
 
     An update may be far below the resolution of bfloat16 (2^-8 of the parameter): masters sum such updates up.
     Gradients of all micro-batches are added in float32, too, by autograd (`torch.Tensor.grad_dtype`). On ranks FSDP
@@ -60,7 +36,8 @@ class MasterAdamW(AdamW):
     - with offload 6 on the device, parameter and gradient, and 16 in host memory, where the gradient is copied to.
 
     A gradient in bfloat16 exists for one parameter at a time, on ranks for one layer. Parameters of float32 are their
-    own masters: they take 16 bytes, with offload 8 and 16. Frozen parameters take their own bytes alone.
+    own masters: they take 16 bytes, with offload 8 and 16. Frozen parameters take their own bytes alone. Gradients and
+    moments exist from the start, so that a checkpoint can be loaded into them.
 
     With offload the fused kernel runs on the CPU: gradients go out (4 bytes a parameter) and parameters come back (2):
     6 bytes over PCIe, where masters and moments that visit the device are 24. The kernel reads and writes 28 bytes of
@@ -71,6 +48,9 @@ class MasterAdamW(AdamW):
         offload: whether masters and moments are in (pinned) host memory.
     """
 
+    is_offloaded = False
+    """Whether its states are in host memory."""
+
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
@@ -78,11 +58,27 @@ class MasterAdamW(AdamW):
         *,
         offload: bool = False,
     ) -> None:
-        super().__init__(
-            {name: _master(p, is_copy=offload) for name, p in parameters.items()}, config
-        )
-        self.is_offloaded = offload
         self.parameters = dict(parameters)
+        self.is_offloaded = offload
+        self.num_updates = 0
+        """Updates that the moments have seen."""
+        self._grad_clip = config.grad_clip
+        self._masters = {name: _master(p, is_copy=offload) for name, p in parameters.items()}
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master)
+        self._optimizer = torch.optim.AdamW(
+            [{"params": self._with_exact_moments()}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        for master in self._optimizer.param_groups[0]["params"]:
+            moments = {key: torch.zeros_like(master) for key in _MOMENTS}
+            # The fused kernel reads the count on the parameter's device.
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            self._optimizer.state[master] = moments
         if offload:
             self._move_to_host(next(iter(parameters.values())).device)
         for parameter, master in self._pairs():
@@ -92,13 +88,21 @@ class MasterAdamW(AdamW):
                 torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
             )
 
-    def zero_grad(self) -> None:
-        _foreach("zero_", list(map(_gradient, self.parameters.values())))
+    def _with_exact_moments(self) -> list[torch.nn.Parameter]:
+        """Return the masters whose moments are of their own data type: all."""
+        return list(self._masters.values())
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        self._round()
+    def zero_grad(self) -> None:
+        """Set the gradients to 0, in place."""
+        _foreach("zero_", [p.grad for p in self.parameters.values() if p.grad is not None])
+
+    def update(self, lr: float) -> float:
+        """Clip the gradient and update if its norm is finite; return the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._grad_clip)
+        grad_norm = gather_full_tensor(norm).item()
+        if np.isfinite(grad_norm):
+            self._step(lr)
+        return grad_norm
 
     @torch.no_grad()
     def _step(self, lr: float) -> None:
@@ -112,7 +116,37 @@ class MasterAdamW(AdamW):
         self._round()
 
     def _update_masters(self, lr: float) -> None:
-        super()._step(lr)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.num_updates += 1
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
+        groups: dict[str, dict[str, Any]] = {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for name, master in self._masters.items():
+            groups["model"][name] = master.detach()
+            for key in _MOMENTS:
+                groups[key][name] = self._moment(name, key)
+        return groups
+
+    def _moment(self, name: str, key: str) -> torch.Tensor:
+        """Return a parameter's moment."""
+        return self._optimizer.state[self._masters[name]][key]
+
+    stored_tensors = tensors
+    """Return the tensors that stay in memory between updates, by groups and names."""
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over the tensors of a state that was checked, and its ``optimizer_step``."""
+        self.num_updates = int(state["optimizer_step"])
+        for group, tensors in self.tensors().items():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[group][name])
+        for moments in self._optimizer.state.values():
+            moments["step"].fill_(float(self.num_updates))
+        self._round()
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Return the parameters that are not their own masters, each with its master."""
@@ -160,7 +194,7 @@ class MasterAdamW(AdamW):
             state.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
 
 
-class AdamW8bit(MasterAdamW):
+class AdamW8bit(AdamW):
     """AdamW whose moments are quantised to 8 bits by blocks (Dettmers et al. 2022, arXiv 2110.02861, section 2).
 
     The update is that of bitsandbytes, in float32; between updates a moment is a byte, and 256 of them share a float32
@@ -286,7 +320,7 @@ class AdamW8bit(MasterAdamW):
         return copy
 
 
-class MuonAdamW(MasterAdamW):
+class MuonAdamW(AdamW):
     """Muon for the matrices of hidden layers (K. Jordan 2024, arXiv 2502.16982), and AdamW for all else.
 
     With the gradient G of a matrix [n, m] and its moment M: M <- mu M + (1 - mu) G; the update is the orthogonal factor
@@ -355,6 +389,38 @@ class MuonAdamW(MasterAdamW):
             shard.mul_(1 - rate * self._config.weight_decay).add_(
                 update[first : first + shard.shape[0]]
             )
+
+
+def make_adamw(
+    parameters: Mapping[str, torch.nn.Parameter],
+    config: OptimizerConfig,
+    *,
+    offload: bool,
+    model: Any = None,
+) -> AdamW:
+    """Make the optimizer that ``config.name`` names, with masters; Muon needs transformers' model.
+
+    Errors are those of its class.
+    """
+    if config.name == "muon":
+        require("name", config.name, model is not None, "'adamw' or 'adamw_8bit' for this model")
+        require(
+            "name",
+            config.name,
+            not offload,
+            "'adamw' or 'adamw_8bit' with optimizer states in host memory",
+        )
+        return MuonAdamW(parameters, config, matrices=hidden_matrices(parameters, model))
+    if config.name == "adamw_8bit":
+        return AdamW8bit(parameters, config, offload=offload)
+    return AdamW(parameters, config, offload=offload)
+
+
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of one that may be sharded; all ranks call it."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def hidden_matrices(parameters: Mapping[str, torch.nn.Parameter], model: Any) -> set[str]:

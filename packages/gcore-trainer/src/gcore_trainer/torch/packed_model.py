@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import ABOVE_ZERO, OptimizerConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, UnsupportedModelError
@@ -30,6 +29,7 @@ from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows,
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
+from gcore_trainer.torch.optimizer import AdamW, make_adamw
 from gcore_trainer.torch.streamed_folder import save_streamed
 
 ATTENTION_NAME = "gcore_packed"
@@ -90,7 +90,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         model: loaded with ``attn_implementation=ATTENTION_NAME``; use `from_pretrained`.
         share_prefix: compute equal prompts of a micro-batch once.
         compute_dtype: data type of parameters and passes once the model was checked in its own; None: that one.
-            Trained parameters of fewer bits than float32 get float32 masters (see `MasterAdamW`).
+            Trained parameters of fewer bits than float32 get float32 masters (see `AdamW`).
         gradient_checkpointing: keep only a layer's input for the backward pass, and compute the rest again; auto: in
             models of `activations.LARGE_MODEL` parameters on CUDA.
         checkpointed_layers: share of the layers that do so, the first ones.
@@ -264,11 +264,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
         self.load_weights()
         trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
-        is_wide = all(p.dtype in (torch.float32, torch.float64) for p in trained.values())
-        if is_wide and not offload and config.name == "adamw":
-            return AdamW(trained, config)
-        from gcore_trainer.torch.optimizer import make_adamw
-
         return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(

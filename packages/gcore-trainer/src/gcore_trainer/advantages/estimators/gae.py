@@ -3,22 +3,24 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import (
-    AdvantagesAndReturns,
-    ScoredGroup,
-    advantage_estimator,
-)
+from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
 from gcore_trainer.config import AdvantageConfig
 from gcore_trainer.sample import require_finite
 
 
 @advantage_estimator(needs_critic=True, reads_token_rewards=True, whiten=True)
-def gae(group: ScoredGroup, config: AdvantageConfig) -> AdvantagesAndReturns:
-    """Return the `gae_advantages` of every response."""
+def gae(
+    group: ScoredGroup, config: AdvantageConfig
+) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+    """Return the `gae_advantages` of every response: advantages, and the returns that the critic learns."""
     assert group.values is not None
-    rows = zip(group.rewards, group.values, group.masks, strict=True)
-    pairs = [gae_advantages(r, v, m, gamma=config.gamma, lam=config.lam) for r, v, m in rows]
-    return AdvantagesAndReturns(advantages=[a for a, _ in pairs], returns=[r for _, r in pairs])
+    advantages: list[NDArray[np.float64]] = []
+    returns: list[NDArray[np.float64]] = []
+    for rewards, values, mask in zip(group.rewards, group.values, group.masks, strict=True):
+        of_response = gae_advantages(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+        advantages.append(of_response[0])
+        returns.append(of_response[1])
+    return advantages, returns
 
 
 def gae_advantages(

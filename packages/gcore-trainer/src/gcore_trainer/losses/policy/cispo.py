@@ -1,22 +1,15 @@
 """CISPO: REINFORCE weighted by a clipped ratio without gradient, so that every token keeps a gradient."""
 
-import torch
-
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens
+from gcore_trainer.objectives.policy import LossAndMetrics, PolicyTokens
 
 
-def cispo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+def cispo(tokens: PolicyTokens, config: PolicyLossConfig) -> LossAndMetrics:
     """Compute -sg[clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)] A log_probs.
 
     CISPO of MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). The paper has no lower clip: ``clip_ratio_low`` 1.
     """
     ratio = tokens.ratio
     weight = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high).detach()
-    clipped = weight != ratio
-    return PolicyLoss(
-        loss=-weight * tokens.advantages * tokens.log_probs,
-        ratio=ratio,
-        clipped=clipped,
-        clipped_lower=torch.zeros_like(clipped),
-    )
+    loss = -weight * tokens.advantages * tokens.log_probs
+    return loss, {"actor/pg_clipfrac": weight != ratio}

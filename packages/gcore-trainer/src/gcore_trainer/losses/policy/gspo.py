@@ -3,13 +3,13 @@
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens, clipped_surrogate
+from gcore_trainer.objectives.policy import LossAndMetrics, PolicyTokens, clipped_surrogate
 
 _MAX_LOG_RATIO = 10.0
 """A sequence's log-ratio is clamped to this much from above only, as in verl."""
 
 
-def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> LossAndMetrics:
     """Compute the `clipped_surrogate` of sequences' ratios.
 
     s_i = exp(mean_t(log_probs - old_log_probs)), and at token t the ratio is sg[s_i] pi / sg[pi], whose value is s_i
@@ -26,6 +26,7 @@ def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
     ratio = torch.exp(
         (torch.cat(means) + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO)
     )
-    return clipped_surrogate(
+    loss, is_clipped = clipped_surrogate(
         ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high
     )
+    return loss, {"actor/pg_clipfrac": is_clipped}

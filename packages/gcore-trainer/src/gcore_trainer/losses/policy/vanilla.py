@@ -1,12 +1,10 @@
 """PPO's clipped surrogate, with DAPO's higher upper clip and the dual clip of negative advantages."""
 
-from dataclasses import replace
-
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
 from gcore_trainer.objectives.policy import (
-    PolicyLoss,
+    LossAndMetrics,
     PolicyTokens,
     clipped_surrogate,
     policy_loss_function,
@@ -14,21 +12,19 @@ from gcore_trainer.objectives.policy import (
 
 
 @policy_loss_function(has_dual_clip=True)
-def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> LossAndMetrics:
     """Compute PPO's `clipped_surrogate`.
 
     ``clip_ratio_high`` > ``clip_ratio_low`` is DAPO's clip-higher (arXiv 2503.14476, section 3.1). With
     ``clip_ratio_c`` > 1 and A < 0 the loss is at most -A c: dual-clip PPO (arXiv 1912.09729, eq. 5).
     """
-    policy = clipped_surrogate(
+    loss, is_clipped = clipped_surrogate(
         tokens.ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high
     )
-    if config.clip_ratio_c is None:
-        return policy
-    bound = -tokens.advantages * config.clip_ratio_c
-    is_clipped_lower = (tokens.advantages < 0) & (policy.loss > bound)
-    return replace(
-        policy,
-        loss=torch.where(is_clipped_lower, bound, policy.loss),
-        clipped_lower=is_clipped_lower,
-    )
+    metrics = {"actor/pg_clipfrac": is_clipped}
+    if config.clip_ratio_c is not None:
+        bound = -tokens.advantages * config.clip_ratio_c
+        is_clipped_lower = (tokens.advantages < 0) & (loss > bound)
+        loss = torch.where(is_clipped_lower, bound, loss)
+        metrics["actor/pg_clipfrac_lower"] = is_clipped_lower
+    return loss, metrics
