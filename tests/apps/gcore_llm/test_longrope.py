@@ -83,7 +83,9 @@ def test_engines_are_made_for_the_length_of_the_run(phi3: Path) -> None:
 
 
 def test_a_server_that_chooses_other_factors_is_refused(phi3: Path, url: str) -> None:
-    settings = RolloutConfig(engine="vllm_server", urls=(url,), weights_dir="weights")
+    settings = RolloutConfig(
+        engine="vllm_server", urls=(url,), engine_options={"weights_dir": "weights"}
+    )
     check_engine(settings, phi3, setting="rollout", max_length=ORIGINAL + 1)
     with pytest.raises(
         UserError,
@@ -93,7 +95,9 @@ def test_a_server_that_chooses_other_factors_is_refused(phi3: Path, url: str) ->
 
 
 def test_sglang_is_refused_for_factors_of_a_batch(phi3: Path, url: str) -> None:
-    settings = RolloutConfig(engine="sglang_server", urls=(url,), weights_dir="weights")
+    settings = RolloutConfig(
+        engine="sglang_server", urls=(url,), engine_options={"weights_dir": "weights"}
+    )
     with pytest.raises(
         UserError, match=r"^rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server"
     ):

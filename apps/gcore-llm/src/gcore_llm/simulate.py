@@ -1,12 +1,14 @@
 """`gcore-llm simulate`: the program of `train` in simulated time, with the records of a run or with figures alone."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from gcore_llm.config import SimulatedConfig, TrainConfig, TrainerConfig
+import tyro
+
+from gcore_llm.config import TrainConfig, TrainerConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
@@ -69,6 +71,21 @@ _SETTINGS = {
 """For settings of simulate, those of train."""
 
 _LENGTHS = [_SETTINGS[name] for name in SimulateConfig.lengths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConfig(TrainConfig):
+    """The settings of train, and the cluster on which `gcore-llm simulate train` simulates a run of them."""
+
+    is_simulated: ClassVar[bool] = True
+
+    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
+    """Which command made the run; for its report."""
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sim.check("sim.", self.controllers)
 
 
 def parse_simulate(args: Sequence[str]) -> SimulateConfig:

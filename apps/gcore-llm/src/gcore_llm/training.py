@@ -196,7 +196,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
             )
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(
-            f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder"
+            f"rollout.engine_options.weights_dir is {rollout.weights_dir!r}; expected an existing folder"
         )
     if config.runtime == "inline":
         # On a cluster it is a file of the nodes.
@@ -389,7 +389,7 @@ async def finished_policy(
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(
-            config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir="")
+            config, rollout=replace(config.rollout, engine="hf", urls=(), engine_options={})
         )
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     lora = config.actor.lora

@@ -95,6 +95,7 @@ from .settings.parsing import (
 from .settings.resources import (
     is_hub_model as is_hub_model,
     resolve as resolve,
+    with_adapter as with_adapter,
 )
 from .settings.run_config import (
     BaseRLConfig as BaseRLConfig,
@@ -104,14 +105,14 @@ from .settings.sections import (
     BACKEND_SETTINGS as BACKEND_SETTINGS,
     BEST_SETTINGS as BEST_SETTINGS,
     AdapterSettings as AdapterSettings,
-    BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseDataConfig as BaseDataConfig,
+    BaseOptimConfig as BaseOptimConfig,
+    BaseRolloutConfig as BaseRolloutConfig,
     PlacementConfig as PlacementConfig,
     RanksConfig as RanksConfig,
     RLTrainerConfig as RLTrainerConfig,
     adapter_settings as adapter_settings,
-    optimizer_settings as optimizer_settings,
-    with_adapter as with_adapter,
+    schedule_settings as schedule_settings,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

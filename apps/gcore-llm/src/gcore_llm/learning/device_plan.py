@@ -121,19 +121,15 @@ def choose_checkpointing(
     if actor.enable_gradient_checkpointing != "auto":
         return config, plan_memory(config, model, device)
     num_layers = 1
-    if config.trainer.backend != "megatron" and actor.checkpointed_layers == 1:
+    if config.trainer.backend != "megatron":
         num_layers = shape_of(model).workload.num_hidden_layers
     counts = {-(-num_layers * part // _PARTS) for part in range(_PARTS)}
 
     def plan_layers(count: int) -> tuple[TrainConfig, DevicePlan]:
-        share = count / num_layers
-        if count == 0:
-            share = 1.0
-        elif count == num_layers:
-            share = actor.checkpointed_layers
-        new_actor = replace(
-            actor, enable_gradient_checkpointing=count > 0, checkpointed_layers=share
-        )
+        share: bool | float = count / num_layers
+        if count in (0, num_layers):
+            share = count > 0
+        new_actor = replace(actor, enable_gradient_checkpointing=share)
         new_config = replace(config, actor=new_actor)
         return new_config, plan_memory(new_config, model, device)
 
@@ -171,16 +167,13 @@ def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
-    if (
-        "gpu_memory_utilization" in rollout.kind.own_options
-        and rollout.gpu_memory_utilization is None
-    ):
-        rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
-    if "kv_cache_bytes" in rollout.kind.engine_options:
-        rollout = replace(
-            rollout,
-            engine_options={"kv_cache_bytes": plan.kv_cache_bytes, **rollout.engine_options},
-        )
+    planned_options = {
+        "gpu_memory_utilization": plan.gpu_memory_utilization,
+        "kv_cache_bytes": plan.kv_cache_bytes,
+    }
+    for name in planned_options.keys() & rollout.kind.engine_options:
+        options = {name: planned_options[name], **rollout.engine_options}
+        rollout = replace(rollout, engine_options=options)
     return replace(config, rollout=rollout)
 
 
@@ -274,7 +267,7 @@ def summarize_plan(plan: DevicePlan, device: Device) -> list[str]:
 def describe_checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
     """Return a line with the layers that gradient checkpointing which was auto computes again, if there are any."""
     actor = config.actor
-    if not is_auto or actor.enable_gradient_checkpointing is not True:
+    if not is_auto or actor.has_checkpointing is not True:
         return []
     return [
         f"gradient checkpointing of {actor.checkpointed_layers:.0%} of the layers, as few as fit "
@@ -339,7 +332,7 @@ def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     trainer = config.trainer
     parallel = trainer.parallel
     is_megatron = trainer.backend == "megatron"
-    is_checkpointed = config.actor.enable_gradient_checkpointing
+    is_checkpointed = config.actor.has_checkpointing
     if is_megatron and trainer.megatron_config.recompute_granularity != "auto":
         is_checkpointed = trainer.megatron_config.recompute_granularity == "full"
     elif is_checkpointed == "auto":
