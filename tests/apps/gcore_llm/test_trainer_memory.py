@@ -25,7 +25,7 @@ from gcore_runs import UserError, available_host_bytes, count_parameters, resolv
 from gcore_runs.host_memory import host_memory
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
-from gcore_trainer import MissingExtraError, Sample, TrainerError
+from gcore_trainer import Sample, TrainerError
 
 SAVING = [
     *("--actor.offload", "all", "--actor.activation-offload", "true"),
@@ -363,7 +363,7 @@ def test_a_missing_library_is_refused_before_anything_is_loaded(
     message = (
         "name is 'adamw_8bit', and 'bitsandbytes' is not installed: pip install 'gcore-trainer"
     )
-    with pytest.raises(MissingExtraError, match=message):
+    with pytest.raises(TrainerError, match=message):
         train(config)
 
 

@@ -85,7 +85,6 @@ from .diffusion.trainer import (
 from .errors import (
     BatchError as BatchError,
     ConfigError as ConfigError,
-    MissingExtraError as MissingExtraError,
     NonFiniteGradientError as NonFiniteGradientError,
     StateError as StateError,
     TrainerError as TrainerError,

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gcore_trainer.config import Checked, Count, ParallelConfig, require
+from gcore_trainer.config import CheckedConfig, Count, ParallelConfig, require
 
 Switch = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig(Checked):
+class MegatronConfig(CheckedConfig):
     """Performance settings of Megatron-Core; results stay the same up to rounding.
 
     Other fusions of Megatron-Core are off. Of masked softmax and cross-entropy there is nothing to fuse: attention and

@@ -33,7 +33,7 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
 
 
 def check_libraries(config: TrainConfig) -> None:
-    """Raise `gcore_trainer.MissingExtraError` if an optional library that training needs is not installed."""
+    """Raise `gcore_trainer.TrainerError` if an optional library that training needs is not installed."""
     names = {config.actor.optim.name}
     if has_critic(config):
         names.add(config.critic_optimizer.name)

@@ -3,11 +3,19 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gcore_trainer.config import BELOW_ONE, AboveZero, Bound, Checked, Count, Fraction, NotNegative
+from gcore_trainer.config import (
+    BELOW_ONE,
+    AboveZero,
+    CheckedConfig,
+    ConfigBound,
+    Count,
+    Fraction,
+    NotNegative,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenoisingPolicyConfig(Checked):
+class DenoisingPolicyConfig(CheckedConfig):
     """DDPO, Flow-GRPO and GRPO-Guard: policy gradients of the steps that a sampler drew.
 
     Example:
@@ -15,7 +23,7 @@ class DenoisingPolicyConfig(Checked):
         'gaussian'
     """
 
-    clip_ratio: Annotated[float, Bound(lambda v: 0 < v < 1, "a number in (0, 1)")] = 1e-4
+    clip_ratio: Annotated[float, ConfigBound(lambda v: 0 < v < 1, "a number in (0, 1)")] = 1e-4
     """The ratio is clipped to 1 +- clip_ratio. It is of a mean over the latents' dimensions, which is why it is small:
     1e-3 to 1e-2 for very small images. Published for 512 pixels and more: 1e-4 (Flow-GRPO, MixGRPO) and 1e-5
     (Flow-GRPO-Fast) with flow_sde, 1e-4 with dance_sde, 1e-4 to 1e-5 with cps, 2e-6 to 4e-6 of GRPO-Guard."""
@@ -28,7 +36,7 @@ class DenoisingPolicyConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NFTConfig(Checked):
+class NFTConfig(CheckedConfig):
     """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones.
 
     Example:
@@ -36,7 +44,7 @@ class NFTConfig(Checked):
         0.5
     """
 
-    beta: Annotated[float, Bound(lambda v: 0 < v <= 1, "a number in (0, 1]")] = 0.1
+    beta: Annotated[float, ConfigBound(lambda v: 0 < v <= 1, "a number in (0, 1]")] = 0.1
     """Distance of the implicit policies from the old one; in (0, 1]."""
     num_timesteps: Count = 4
     """Noise levels drawn for each image and update."""
@@ -49,7 +57,7 @@ class NFTConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionDPOConfig(Checked):
+class DiffusionDPOConfig(CheckedConfig):
     """Diffusion-DPO (arXiv 2311.12908).
 
     Example:
