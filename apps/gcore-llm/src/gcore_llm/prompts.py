@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.loaded import LoadedPrompts, Progress, no_progress
+from gcore_llm.data.large_prompts import LoadedPrompts, Progress, no_progress
 from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.sections import DataConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS

@@ -192,7 +192,7 @@ def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int = 0) -> lis
     gpus = visible_gpus(config.device)
     if not gpus:
         return []
-    from gcore_llm.learning.device_places import engine_gpus, training_gpus
+    from gcore_llm.learning.device_plan import engine_gpus, training_gpus
 
     # A judge's come after the policy's and those of judges before it.
     first = 0

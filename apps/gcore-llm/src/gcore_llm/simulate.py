@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
@@ -40,10 +41,10 @@ from gcore_runs.simulation.config import SimConfig, SimulateConfig
 from gcore_runs.simulation.fit import MeasuredRun, measured_run
 from gcore_runs.simulation.tokens import (
     Replay,
-    SampleNames,
     SimulatedTokens,
     coarse_prompts,
     coarse_workload,
+    decode_sample_name,
     drawn_prompts,
 )
 from gcore_trainer import ParallelConfig
@@ -178,7 +179,7 @@ def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> Simulated
         modality=SimulatedTokens(sim, workload, seed=config.seed, flops=flops, replay=replay),
         n=config.rollout.n,
         roles=Roles,
-        services=partial(SamplingRoles, tokenizer=SampleNames()),
+        services=partial(SamplingRoles, tokenizer=SimpleNamespace(decode=decode_sample_name)),
         has_signal=replay and replay.has_signal,
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.loaded import Progress, no_progress
+from gcore_llm.data.large_prompts import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.preparation import sample_flops, workload_of
@@ -260,18 +260,14 @@ async def _start_inline(
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
-    try:
-        return await start_inline_backend(
-            config,
-            shared=SamplingRoles(policy=policy, devices=devices, **scoring),
-            judges=judges,
-            roles=Roles,
-            start_trainer=partial(start_trainer, config, model, run.checkpoints),
-            close=policy.close,
-        )
-    except BaseException:
-        await policy.close()
-        raise
+    return await start_inline_backend(
+        config,
+        shared=SamplingRoles(policy=policy, devices=devices, **scoring),
+        judges=judges,
+        roles=Roles,
+        start_trainer=partial(start_trainer, config, model, run.checkpoints),
+        close=policy.close,
+    )
 
 
 async def _start_on_ray(

@@ -7,7 +7,6 @@ from typing import Literal
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job
-from gcore_llm.learning.device_places import engine_gpus, training_gpus
 from gcore_llm.learning.preparation import workload_of
 from gcore_placement import (
     STRATEGIES,
@@ -20,6 +19,7 @@ from gcore_placement import (
     Resident,
     TrainingLayout,
     TrainingState,
+    engine_order,
     plan_device,
 )
 from gcore_runs import UserError, available_host_bytes, count_parameters, model_folder
@@ -194,6 +194,35 @@ def _shares_gpu(config: TrainConfig) -> bool:
     num_processes = config.rollout.num_processes * config.rollout.tensor_parallel_size
     engines = engine_gpus(count, num_processes, ranks, takes_turns=config.rollout.colocated is True)
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
+
+
+def training_gpus(config: TrainConfig, count: int) -> set[int]:
+    """Return the numbers of the GPUs, of ``count``, that the models in training are on."""
+    trainer = config.trainer
+    if trainer.num_processes == 1 and trainer.backend == "torch":
+        _, _, number = config.device.partition(":")
+        return {int(number or 0)}
+    return {rank % count for rank in range(trainer.num_processes)}
+
+
+def engine_gpus(
+    count: int,
+    num_engines: int,
+    training: Collection[int],
+    *,
+    takes_turns: bool = False,
+    first: int = 0,
+) -> list[int]:
+    """Return the number of the GPU of each of ``num_engines`` processes, of ``count``; see `engine_order`.
+
+    Where processes are more than GPUs, they start again with the first one.
+
+    Args:
+        training: numbers of the GPUs with training ranks.
+        first: processes of other engines that were placed before by the same rule.
+    """
+    order = engine_order(range(count), training, takes_turns=takes_turns)
+    return [order[i % count] for i in range(first, first + num_engines)]
 
 
 def check_fits(
