@@ -9,10 +9,16 @@ import pytest
 from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
-from gcore_llm.config import AlgorithmConfig, KLControlConfig
+from gcore_llm.config import AlgorithmConfig
 from gcore_llm.learning.preparation import kl_controller, prepare
 from gcore_rollout import Completion, Group
-from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
+from gcore_trainer import (
+    BatchError,
+    KLControlConfig,
+    RolloutCorrectionConfig,
+    Sample,
+    advantage_estimators,
+)
 
 ESTIMATORS = advantage_estimators()
 Masks = list[list[bool]]

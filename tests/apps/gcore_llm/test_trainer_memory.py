@@ -14,7 +14,7 @@ import torch
 from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.config import AlgorithmConfig, TrainConfig
 from gcore_llm.learning.device_plan import check_host_fits, choose_checkpointing, plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_llm.recipes.shapes import shape_folder
@@ -25,7 +25,7 @@ from gcore_runs import UserError, available_host_bytes, count_parameters, resolv
 from gcore_runs.host_memory import host_memory
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
-from gcore_trainer import Sample, TrainerError
+from gcore_trainer import KLControlConfig, Sample, TrainerError
 
 SAVING = [
     *("--actor.offload", "all", "--actor.activation-offload", "true"),

@@ -19,12 +19,11 @@ from gcore_llm.sections import (
     TaskConfig,
     WarmupConfig,
 )
-from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
+from gcore_rollout import MultiTurnConfig, reward_names
 from gcore_runs import (
     ABOVE_0,
     BACKEND_SETTINGS,
     BEST_SETTINGS,
-    IS_SET,
     IS_TRUE,
     Amount,
     BaseAlgorithmConfig,
@@ -41,15 +40,15 @@ from gcore_runs import (
     above,
     adapter_settings,
     one_of,
-    override,
     schedule_settings,
 )
+from gcore_runs.settings.checks import IS_SET, override
 from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
-    KLControlConfig as KLControlConfig,
-    OverlongConfig as OverlongConfig,
+    KLControlConfig,
+    OverlongConfig,
     RolloutCorrectionConfig,
     get_advantage_estimator,
     has_dual_clip,

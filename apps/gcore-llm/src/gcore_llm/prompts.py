@@ -27,13 +27,13 @@ from gcore_runs import (
     RowSource,
     UserError,
     columns,
-    held_out_places,
     image_sources,
     max_sequence_length,
     mix_sets,
     model_folder,
     open_rows,
 )
+from gcore_runs.inputs import held_out_places
 
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""

@@ -43,7 +43,6 @@ from gcore_runs import (
     RunResult,
     Supervisor,
     UserError,
-    best_step,
     build_tokenizer,
     check_model,
     eos_token_ids,
@@ -54,6 +53,7 @@ from gcore_runs import (
     with_adapter,
 )
 from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers
+from gcore_runs.loop.best import best_step
 from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import merge_lora, read_adapters
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Collectives
-from gcore_llm.config import AlgorithmConfig, KLControlConfig
+from gcore_llm.config import AlgorithmConfig
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Completion, Engine, Group, Request, SamplingParams
 from gcore_trainer import (
@@ -24,6 +24,7 @@ from gcore_trainer import (
     AdvantageConfig,
     FixedKLController,
     Images,
+    KLControlConfig,
     Sample,
     add_advantages,
     add_rollout_correction,

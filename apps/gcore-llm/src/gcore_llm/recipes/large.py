@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 
 from gcore_llm.config import (
     AlgorithmConfig,
-    OverlongConfig,
     RolloutConfig,
     TrainConfig,
     TrainerConfig,
 )
 from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig
-from gcore_trainer import ParallelConfig, PolicyLossConfig
+from gcore_trainer import OverlongConfig, ParallelConfig, PolicyLossConfig
 
 
 def qwen2_5_0_5b_gsm8k() -> TrainConfig:

@@ -381,7 +381,12 @@ class LocalCheckpointsConfig(Checked, section="local_checkpoints"):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRolloutConfig(Checked, section="rollout"):
-    """The policy's engines, next to the trainer."""
+    """The policy's engines, next to the trainer.
+
+    Example:
+        >>> BaseRolloutConfig(num_processes=4, colocated=False).num_processes
+        4
+    """
 
     num_processes: NonNegative = 0
     """Engines, each a process of its own; 0: one in the main process, or on ray one for each controller."""
