@@ -53,7 +53,7 @@ from gcore_runs.run_folder import (
 from gcore_runs.settings.parsing import read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.settings.sections import RLTrainerConfig
-from gcore_runs.trackers.base import TrackedRun, Tracker
+from gcore_runs.trackers.base import TrackedRun, Tracker, check_trackers, start_tracker
 from gcore_trainer import TrainerError
 
 _REFUSALS = UserError, RolloutError, TrainerError
@@ -172,8 +172,6 @@ class Supervisor:
                 # awaits something: a loading model or a blocking reward may do that late, or never.
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
             if trainer.trackers:
-                from gcore_runs.trackers.registry import check_trackers
-
                 check_trackers(trainer.trackers)
             if trainer.prometheus:
                 from gcore_runs.trackers.prometheus import PrometheusExporter
@@ -280,8 +278,6 @@ class Supervisor:
         return first_step
 
     def _start_trackers(self) -> None:
-        from gcore_runs.trackers.registry import start_tracker
-
         trainer = self._config.trainer
         path = self.run.path
         config = read_toml(self.run.config)
