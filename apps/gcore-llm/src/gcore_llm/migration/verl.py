@@ -291,10 +291,7 @@ def _engine_options(c: Conversion) -> None:
     batched = f"{ROLLOUT}.max_num_batched_tokens"
     tokens = convert_value(batched, c.get(batched), int | None)
     share = f"{ROLLOUT}.gpu_memory_utilization"
-    options: dict[str, Any] = {
-        "gpu_memory_utilization": c.get(share),
-        "max_num_batched_tokens": tokens,
-    }
+    options = {"gpu_memory_utilization": c.get(share), "max_num_batched_tokens": tokens}
     sources = [share, batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True
