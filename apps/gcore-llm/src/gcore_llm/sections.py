@@ -205,7 +205,7 @@ class ActorConfig(AdapterConfig, section="actor"):
 
     @property
     def has_checkpointing(self) -> bool | Literal["auto"]:
-        """Whether layers are computed again for the backward pass."""
+        """True if layers are computed again for the backward pass; auto: the device and the model decide."""
         share = self.enable_gradient_checkpointing
         return "auto" if share == "auto" else share > 0
 
@@ -532,7 +532,7 @@ class RewardCallsConfig(Checked, section="reward_calls"):
 
     @property
     def on_error(self) -> OnError:
-        """What a reward that fails does: it ends the run, or drops its group."""
+        """The consequence of a reward that fails: it ends the run, or drops its group."""
         return "drop" if self.max_failed_share else "raise"
 
     @property
