@@ -291,7 +291,8 @@ def _engine_options(c: Conversion) -> None:
     batched = f"{ROLLOUT}.max_num_batched_tokens"
     tokens = convert_value(batched, c.get(batched), int | None)
     share = f"{ROLLOUT}.gpu_memory_utilization"
-    options = {"gpu_memory_utilization": c.get(share), "max_num_batched_tokens": tokens}
+    options: dict[str, Any] = {"max_num_batched_tokens": tokens}
+    options["gpu_memory_utilization"] = c.get(share)
     sources = [share, batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True
