@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
+import tyro
 
 from gcore_diffusion.config import DiffusionConfig, DiffusionSimConfig
 from gcore_llm.config import TrainConfig
@@ -72,8 +73,12 @@ class Setting:
 def settings(config: Any, section: str = "") -> Iterator[Setting]:
     """Yield the settings of a config, which has the defaults, and after them those of its sections."""
     hints = get_type_hints(type(config))
+    annotated = get_type_hints(type(config), include_extras=True)
     sections: list[tuple[str, Any]] = []
     for name in (field.name for field in dataclasses.fields(config)):
+        if tyro.conf.Suppress in getattr(annotated[name], "__metadata__", ()):
+            # Written by the program, and no user's choice.
+            continue
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             sections.append((f"{section}.{name}".lstrip("."), value))

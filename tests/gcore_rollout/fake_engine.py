@@ -21,11 +21,11 @@ from gcore_rollout import (
     Completion,
     EngineDiedError,
     EngineStats,
-    MissingExtraError,
     Request,
     RequestError,
     RolloutError,
 )
+from gcore_rollout.errors import make_extra_error
 
 if TYPE_CHECKING:
     from gcore_rollout import EngineProcess, SharedWeights
@@ -210,7 +210,7 @@ class FakeEngine:
             case "refuse":
                 raise RequestError("too long")
             case "miss an extra":
-                raise MissingExtraError("vllm", "vllm")
+                raise make_extra_error("vllm", "vllm")
             case "raise what cannot be pickled":
                 raise UnpicklableError
             case "check weights":

@@ -26,6 +26,7 @@ from transformers import CLIPImageProcessor
 from gcore_rollout import (
     DDIM,
     DigestedWeights,
+    EngineModelError,
     EngineProcess,
     EngineReplicas,
     FlowCPS,
@@ -37,7 +38,6 @@ from gcore_rollout import (
     InstrumentedEngine,
     RequestError,
     RolloutError,
-    UnsupportedModelError,
     WeightRecord,
     WrongWeightsError,
     host_tensor,
@@ -260,7 +260,7 @@ async def test_compiled_blocks_make_the_same_images(
 
 async def test_text_encoders_that_are_not_there_stay_nowhere(ddim: Path) -> None:
     with pytest.raises(
-        UnsupportedModelError, match="DiTPipeline has no text encoder; expected one with offload"
+        EngineModelError, match="DiTPipeline has no text encoder; expected one with offload"
     ):
         DiffusersEngine.from_pretrained(ddim, offload_text_encoders=True)
 
@@ -543,7 +543,7 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     pipeline: Any = load_pipeline(ddim)
     pipeline.scheduler = EulerDiscreteScheduler()
     with pytest.raises(
-        UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"
+        EngineModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"
     ):
         DiffusersEngine(pipeline)
     pipeline = load_pipeline(flow)
@@ -559,12 +559,12 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
         ),
     ):
         pipeline.scheduler = scheduler
-        with pytest.raises(UnsupportedModelError, match=f"expected {advised}"):
+        with pytest.raises(EngineModelError, match=f"expected {advised}"):
             DiffusersEngine(pipeline)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
-    with pytest.raises(UnsupportedModelError, match="stochastic_sampling"):
+    with pytest.raises(EngineModelError, match="stochastic_sampling"):
         DiffusersEngine(pipeline)
-    with pytest.raises(UnsupportedModelError, match=r"no model_index\.json"):
+    with pytest.raises(EngineModelError, match=r"no model_index\.json"):
         DiffusersEngine.from_pretrained(tmp_path)
     engine = DiffusersEngine.from_pretrained(flow)
     with pytest.raises(RequestError, match="kernel is DDIM"):
@@ -575,7 +575,7 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     with pytest.raises(RequestError, match="prompt is 'red'"):
         await made(classes, request("a", ImageSampling(num_inference_steps=2), prompt="red"))
     guided = ImageSampling(num_inference_steps=2, guidance_scale=2.0)
-    with pytest.raises(UnsupportedModelError, match="guidance within the latents"):
+    with pytest.raises(EngineModelError, match="guidance within the latents"):
         await made(classes, request("a", guided, prompt="1"))
     negative = replace(guided, negative_prompt="red")
     with pytest.raises(

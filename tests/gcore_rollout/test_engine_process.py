@@ -25,7 +25,6 @@ from gcore_rollout import (
     EngineProcess,
     EngineStartError,
     HFEngine,
-    MissingExtraError,
     RequestError,
     RolloutError,
     SharedWeights,
@@ -299,7 +298,7 @@ async def test_control_is_forwarded(slow: EngineProcess) -> None:
         ("refuse", RequestError, "too long"),
         (
             "miss an extra",
-            MissingExtraError,
+            RolloutError,
             "'vllm' is not installed: pip install 'gcore-rollout[vllm]'",
         ),
         ("raise what cannot be pickled", RolloutError, "UnpicklableError: holds a lock"),

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gcore_rollout import (
     DiffusersEngine,
+    EngineModelError,
     HFEngine,
     RolloutError,
-    UnsupportedModelError,
     visible_gpus,
 )
 from gcore_rollout.engines.diffusion import engine as diffusion_engine
@@ -216,9 +216,7 @@ def test_a_step_that_waits_for_the_host_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "graph", refused)
     graphs = _Graphs(recording.advance, recording.state)
     error: Exception = RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(
-        UnsupportedModelError, match=r"not permitted.*decode_mode 'static' may run it"
-    ):
+    with pytest.raises(EngineModelError, match=r"not permitted.*decode_mode 'static' may run it"):
         graphs.at((1,))(4, 128, False)
     error = torch.OutOfMemoryError("2 GB")
     with pytest.raises(torch.OutOfMemoryError):
@@ -257,11 +255,11 @@ async def test_a_check_allows_rounding_of_tensor_cores(
 
     check = partial(decoding.check_logits, max_length=64, max_num_seqs=4)
     for model in (engine._model, OnGPU()):
-        with pytest.raises(UnsupportedModelError, match="differ from those of transformers"):
+        with pytest.raises(EngineModelError, match="differ from those of transformers"):
             check(model, rounded)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     check(OnGPU(), rounded)
-    with pytest.raises(UnsupportedModelError, match="differ from those of transformers"):
+    with pytest.raises(EngineModelError, match="differ from those of transformers"):
         check(engine._model, rounded)
 
 

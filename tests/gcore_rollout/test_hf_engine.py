@@ -47,13 +47,13 @@ from transformers import (
 )
 
 from gcore_rollout import (
+    EngineModelError,
     HFEngine,
     RepetitionDetection,
     Request,
     RequestError,
     RolloutError,
     SamplingParams,
-    UnsupportedModelError,
 )
 from gcore_rollout.engines.hf import decoding, plain_attention
 from gcore_rollout.engines.queueing import StopStrings, extend_runs, is_repetitive, runs_at_end
@@ -241,7 +241,7 @@ async def test_architectures(config: PreTrainedConfig, tmp_path: Path) -> None:
 def test_models_with_other_layers_are_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
     _save(config, tmp_path)
     with pytest.raises(
-        UnsupportedModelError, match=f"'{config.model_type}' does not run all its layers through"
+        EngineModelError, match=f"'{config.model_type}' does not run all its layers through"
     ):
         HFEngine.from_pretrained(tmp_path)
 
@@ -297,7 +297,7 @@ def test_a_window_that_layers_do_not_pass_on_is_refused(tmp_path: Path) -> None:
     config.sliding_window = 8
     _save(config, tmp_path)
     with pytest.raises(
-        UnsupportedModelError,
+        EngineModelError,
         match=r"^sliding_window of 'llama' is 8, and its layers do not pass it",
     ):
         HFEngine.from_pretrained(tmp_path)
@@ -323,7 +323,7 @@ def test_what_the_engine_does_not_compute_is_refused_when_it_starts(
     config: PreTrainedConfig, reason: str, tmp_path: Path
 ) -> None:
     _save(config, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=reason):
+    with pytest.raises(EngineModelError, match=reason):
         HFEngine.from_pretrained(tmp_path)
 
 
@@ -371,7 +371,7 @@ async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change
     with pytest.raises(RequestError, match="33; expected at most 32"):
         await collect(engine, make_request("t", 13, max_tokens=20))
     with pytest.raises(
-        UnsupportedModelError,
+        EngineModelError,
         match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'",
     ):
         HFEngine.from_pretrained(tmp_path, max_model_len=33)

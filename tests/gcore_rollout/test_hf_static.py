@@ -33,11 +33,11 @@ from transformers import (
 )
 
 from gcore_rollout import (
+    EngineModelError,
     HFEngine,
     RepetitionDetection,
     Request,
     RequestError,
-    UnsupportedModelError,
 )
 from gcore_rollout.engines.hf import static_engine
 from gcore_rollout.engines.hf.decoding import ATTENTION_NAME, SlotCache
@@ -427,7 +427,7 @@ def test_a_mode_that_cannot_be_is_refused(tied: TinyModel) -> None:
     ):
         HFEngine.from_pretrained(tied.path, decode_mode="cuda_graphs")
     with pytest.raises(
-        UnsupportedModelError,
+        EngineModelError,
         match=r"^decode_mode is 'static'; expected auto or dynamic for a vision",
     ):
         engine_of_mode("static", tied.old, has_vision=True)

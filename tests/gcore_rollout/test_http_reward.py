@@ -11,12 +11,12 @@ import pytest
 
 from gcore_rollout import (
     HTTPReward,
-    MissingExtraError,
     RetryPolicy,
     RewardConfigError,
     RewardError,
     RewardRunner,
     RewardRunnerConfig,
+    RolloutError,
     Scored,
     evaluate,
 )
@@ -219,7 +219,7 @@ def test_bad_settings(make: Callable[[], object], message: str) -> None:
 
 def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'gcore-rollout\[http\]'"):
+    with pytest.raises(RolloutError, match=r"pip install 'gcore-rollout\[http\]'"):
         HTTPReward("http://x")
 
 

@@ -19,13 +19,12 @@ from gcore_rollout import (
     ChatEncoder,
     Completion,
     Engine,
+    EngineModelError,
     HFEngine,
-    MissingExtraError,
     Request,
     RequestError,
     RolloutError,
     SamplingParams,
-    UnsupportedModelError,
     VisionProcessor,
     VLLMEngine,
     decode_image,
@@ -255,10 +254,10 @@ async def test_an_engine_that_sees_nothing_refuses_images(
 def test_a_folder_that_sees_nothing_has_no_processor(
     tied: TinyModel, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="expected qwen2_vl or qwen2_5_vl"):
+    with pytest.raises(EngineModelError, match="expected qwen2_vl or qwen2_5_vl"):
         VisionProcessor.from_pretrained(tied.path)
     (tmp_path / "config.json").write_bytes((folders["old"] / "config.json").read_bytes())
-    with pytest.raises(UnsupportedModelError, match="preprocessor_config"):
+    with pytest.raises(EngineModelError, match="preprocessor_config"):
         VisionProcessor.from_pretrained(tmp_path)
 
 
@@ -266,7 +265,7 @@ def test_vllm_names_what_it_lacks(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gcore_rollout.engines.vllm.process.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match="torchvision"):
+    with pytest.raises(RolloutError, match="torchvision"):
         VLLMEngine.from_pretrained(folders["old"])
 
 

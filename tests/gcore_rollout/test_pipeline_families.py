@@ -26,7 +26,7 @@ from pipeline_conformance import (
 from tiny_families import FAMILIES, REFUSED
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gcore_rollout import DDIM, ImageRequest, ImageSampling, RequestError, UnsupportedModelError
+from gcore_rollout import DDIM, EngineModelError, ImageRequest, ImageSampling, RequestError
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import (
     BatchError,
@@ -220,7 +220,7 @@ async def test_prompts_with_and_without_images(tmp_path: Path) -> None:
         for name, given in images.items()
     ]
     made = [sample async for sample in engine.generate(requests)]
-    with pytest.raises(UnsupportedModelError, match="makes no image of a prompt and 2 images"):
+    with pytest.raises(EngineModelError, match="makes no image of a prompt and 2 images"):
         [_ async for _ in engine.generate([replace(requests[0], images=wide * 2)])]
     await engine.close()
     assert {len(s.conditions.get("hidden_states+1", ())) for s in made} == {0, 320}
@@ -304,12 +304,12 @@ async def test_steps_of_another_transformer_are_refused(tmp_path: Path) -> None:
     family = FAMILIES["Wan 2.2 of two transformers"]
     for window in (None, (0, 2)):
         with pytest.raises(
-            UnsupportedModelError, match="step 0 is not made by the model that is trained"
+            EngineModelError, match="step 0 is not made by the model that is trained"
         ):
             await measured(replace(family, window=window), tmp_path, 1.0)
     await measured(replace(family, component="transformer", window=(0, 1)), tmp_path, 1.0)
     expected = "component is ''; expected transformer or transformer_2, which WanPipeline has"
-    with pytest.raises(UnsupportedModelError, match=expected):
+    with pytest.raises(EngineModelError, match=expected):
         DiffusersEngine(family.make(tmp_path), options=family.options, size=family.size)
 
 
@@ -317,7 +317,7 @@ async def test_guidance_that_ends_early_is_refused(tmp_path: Path) -> None:
     family = FAMILIES["Lumina 2"]
     family = replace(family, options={**family.options, "cfg_trunc_ratio": 0.5})
     with pytest.raises(
-        UnsupportedModelError, match="calls its model otherwise in later steps than in the first"
+        EngineModelError, match="calls its model otherwise in later steps than in the first"
     ):
         await measured(family, tmp_path, 2.5)
 
@@ -394,7 +394,7 @@ async def test_images_are_made_in_the_size_that_is_requested(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_work_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
     family = REFUSED[name]
-    with pytest.raises(UnsupportedModelError) as found:
+    with pytest.raises(EngineModelError) as found:
         DiffusersEngine(family.make(tmp_path), options=family.options, size=family.size)
     assert "\n" not in str(found.value)
     assert cells_of(refused_row(name, found.value)) == page_rows()[name]

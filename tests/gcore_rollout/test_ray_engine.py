@@ -30,7 +30,6 @@ from gcore_rollout import (
     EngineStartError,
     HFEngine,
     InstrumentedEngine,
-    MissingExtraError,
     RayEngine,
     RequestError,
     RolloutError,
@@ -167,7 +166,7 @@ async def test_abandoned_samples_free_the_engine(slow: RayEngine) -> None:
         ("refuse", RequestError, "too long"),
         (
             "miss an extra",
-            MissingExtraError,
+            RolloutError,
             "'vllm' is not installed: pip install 'gcore-rollout[vllm]'",
         ),
         ("raise what cannot be pickled", RolloutError, "UnpicklableError: holds a lock"),

@@ -9,9 +9,9 @@ import pytest
 
 from gcore_rollout import (
     MathVerifyReward,
-    MissingExtraError,
     ReasoningGymReward,
     RewardError,
+    RolloutError,
     Scored,
     import_reasoning_gym,
     load_reward,
@@ -257,5 +257,5 @@ def test_a_missing_extra_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, module: str, make: Any, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'gcore-rollout\[{extra}\]'"):
+    with pytest.raises(RolloutError, match=rf"pip install 'gcore-rollout\[{extra}\]'"):
         make()

@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from gcore_rollout import (
+    EngineModelError,
     RewardConfigError,
     RewardError,
     RewardRunner,
-    UnsupportedModelError,
     evaluate,
     score,
 )
@@ -218,8 +218,8 @@ async def test_texts_that_do_not_fit(length: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "error", "message"),
     [
-        ({"num_labels": 2}, {}, UnsupportedModelError, "num_labels=2; expected 1"),
-        ({"kind": "bert", "pad_token_id": None}, {}, UnsupportedModelError, "no pad_token_id"),
+        ({"num_labels": 2}, {}, EngineModelError, "num_labels=2; expected 1"),
+        ({"kind": "bert", "pad_token_id": None}, {}, EngineModelError, "no pad_token_id"),
         (
             {},
             {"max_batch_tokens": 0},

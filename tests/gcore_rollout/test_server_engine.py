@@ -25,9 +25,8 @@ from server_processes import free_port
 
 from gcore_rollout import (
     EngineDiedError,
-    MissingExtraError,
+    EngineModelError,
     RolloutError,
-    UnsupportedModelError,
     VLLMServerEngine,
 )
 from gcore_rollout.errors import ServerRequestError
@@ -192,7 +191,7 @@ async def test_bad_options_are_refused(url: str, options: dict[str, Any], messag
 
 async def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'gcore-rollout\[http\]'"):
+    with pytest.raises(RolloutError, match=r"pip install 'gcore-rollout\[http\]'"):
         await connect("http://127.0.0.1:1")
 
 
@@ -217,7 +216,7 @@ async def test_a_server_without_what_is_needed(server: SmallServer, url: str) ->
     del server.answers["/openapi.json"]
     server.config["model_config"]["model"] = "owner/name"
     with pytest.raises(
-        UnsupportedModelError,
+        EngineModelError,
         match="owner/name, which is no model's folder on this machine: set mode",
     ):
         await connect(url)

@@ -51,7 +51,7 @@ def test_a_python_that_is_none_is_refused(python: str, tmp_path: Path) -> None:
 
 
 def test_the_registry_makes_it() -> None:
-    assert "server_python" in engine_kind("sglang").own_options
+    assert "server_python" in engine_kind("sglang").engine_options
     with pytest.raises(RequestError, match=r"own_options is \['decode_mode'\] for engine 'sglang'"):
         engine_factory("sglang", "model", device="cpu", own_options={"decode_mode": "static"})
 
@@ -73,11 +73,11 @@ def test_fields_of_an_installed_server(tmp_path: Path) -> None:
     source.parent.mkdir(parents=True)
     source.write_text("class ServerArgs:\n    model_path: str\n    attention_backend: str = ''\n")
     python = str(tmp_path / "bin/python")
-    check_engine_options("sglang", {"attention_backend": "fa3"}, server_python=python)
+    check_engine_options("sglang", {"attention_backend": "fa3", "server_python": python})
     with pytest.raises(
         RequestError, match=r"engine_options has 'atention_backend'; .* such as attention_backend"
     ):
-        check_engine_options("sglang", {"atention_backend": "fa3"}, server_python=python)
+        check_engine_options("sglang", {"atention_backend": "fa3", "server_python": python})
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from engine_oracles import (
     until_sampled,
 )
 
-from gcore_rollout import MissingExtraError, RequestError, UnsupportedModelError, VLLMEngine
+from gcore_rollout import EngineModelError, RequestError, RolloutError, VLLMEngine
 from gcore_rollout.engines.vllm import engine as vllm_engine
 
 pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
@@ -42,12 +42,12 @@ def test_importing_the_module_does_not_import_vllm() -> None:
 
 def test_missing_extra(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'gcore-rollout\[vllm\]'"):
+    with pytest.raises(RolloutError, match=r"pip install 'gcore-rollout\[vllm\]'"):
         VLLMEngine.from_pretrained(tied.path)
 
 
 def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no model\.safetensors"):
+    with pytest.raises(EngineModelError, match=r"no model\.safetensors"):
         VLLMEngine.from_pretrained(tmp_path)
 
 
@@ -58,7 +58,7 @@ def test_no_sequences_are_refused(tied: TinyModel) -> None:
 
 def test_unsupported_head_dimension_is_refused(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, tie=True, num_heads=8)
-    with pytest.raises(UnsupportedModelError, match="head dimension is 16; expected one of"):
+    with pytest.raises(EngineModelError, match="head dimension is 16; expected one of"):
         VLLMEngine.from_pretrained(model.path)
 
 

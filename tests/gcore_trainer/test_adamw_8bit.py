@@ -14,12 +14,12 @@ from trainer_oracles import Group, make_samples
 from gcore_trainer import (
     ConfigError,
     LoRAConfig,
-    MissingExtraError,
     OptimizerConfig,
     PackedModel,
     Sample,
     SFTObjective,
     TorchTrainer,
+    TrainerError,
     check_extras,
 )
 from gcore_trainer.torch import optimizer as optimizers
@@ -222,11 +222,11 @@ def test_a_missing_library_is_named_with_the_setting(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     parameter = torch.nn.Parameter(torch.zeros(80, 80))
     with pytest.raises(
-        MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"
+        TrainerError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"
     ):
         make_adamw({"weight": parameter}, CONFIG, offload=False)
     with pytest.raises(
-        MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"
+        TrainerError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"
     ):
         check_extras(optimizer_names=["adamw", "adamw_8bit"])
     check_extras(optimizer_names=["adamw"])

@@ -152,7 +152,6 @@ def test_ddpm_process_is_diffusers(prediction_type: Any) -> None:
     [
         (lambda: DenoisingPolicyConfig(clip_ratio=0.0), "clip_ratio is 0.0"),
         (lambda: DenoisingPolicyConfig(kl_loss_coef=-1.0), "kl_loss_coef is -1.0"),
-        (lambda: DenoisingPolicyConfig(loss_mode="ppo"), "loss_mode is 'ppo'"),  # pyright: ignore[reportArgumentType]
         (lambda: DenoisingPolicyConfig(kl_loss_type="k3"), "kl_loss_type is 'k3'"),  # pyright: ignore[reportArgumentType]
         (lambda: NFTConfig(beta=0.0), "beta is 0.0"),
         (lambda: NFTConfig(num_timesteps=0), "num_timesteps is 0"),

@@ -144,7 +144,7 @@ def mean_reward(denoiser: Denoiser) -> float:
 POLICY: dict[str, Callable[[], DiffusionObjective]] = {
     "ddpo": lambda: DenoisingPolicyObjective(DenoisingPolicyConfig(clip_ratio=0.01), kernel),
     "guard": lambda: DenoisingPolicyObjective(
-        DenoisingPolicyConfig(loss_mode="guard", clip_ratio=0.01), kernel
+        DenoisingPolicyConfig(clip_ratio=0.01), kernel, is_guarded=True
     ),
     "flow-grpo with kl": lambda: DenoisingPolicyObjective(
         DenoisingPolicyConfig(clip_ratio=0.01, kl_loss_coef=0.01), kernel

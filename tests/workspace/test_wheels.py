@@ -226,5 +226,5 @@ def test_a_missing_extra_says_how_to_install_it(
     )
     assert result.returncode == 1
     assert result.stderr.endswith(
-        f"MissingExtraError: {module!r} is not installed: pip install 'gcore-{package}[{extra}]'\n"
+        f"Error: {module!r} is not installed: pip install 'gcore-{package}[{extra}]'\n"
     )

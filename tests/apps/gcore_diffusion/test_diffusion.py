@@ -201,8 +201,6 @@ ALGORITHMS: dict[str, list[str]] = {
     "mix_grpo": [
         "--rollout.window-size",
         "1",
-        "--rollout.window-schedule",
-        "sliding",
         "--rollout.window-steps",
         "1",
     ],

@@ -129,9 +129,7 @@ def windows(config: DiffusionConfig, steps: range) -> list[tuple[int, int] | Non
 
 def test_a_sliding_window_visits_all_steps() -> None:
     """MixGRPO (arXiv 2507.21802), algorithm 1: it starts at step 0 and moves by one after each `window_steps`."""
-    rollout = DiffusionRolloutConfig(
-        num_inference_steps=5, window_size=2, window_schedule="sliding", window_steps=3
-    )
+    rollout = DiffusionRolloutConfig(num_inference_steps=5, window_size=2, window_steps=3)
     found = windows(DiffusionConfig(rollout=rollout), range(1, 16))
     assert found == [window for start in (0, 1, 2, 3, 0) for window in [(start, start + 2)] * 3]
     narrowed = replace(rollout, window_range=(1, 4))

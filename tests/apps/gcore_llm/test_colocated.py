@@ -233,7 +233,7 @@ SERVERS = (
     "vllm_server",
     "--rollout.urls",
     "http://127.0.0.1:1",
-    "--rollout.weights-dir",
+    "--rollout.engine-options.weights_dir",
     "/tmp",
 )
 

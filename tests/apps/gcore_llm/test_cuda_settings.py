@@ -15,7 +15,8 @@ from gcore_llm.learning.preparation import memory, speed
 from gcore_llm.sampling import engine_factory
 from gcore_llm.sections import JudgeConfig, RewardModelConfig
 from gcore_placement import Device, PlacementError
-from gcore_runs import PlacementConfig, UserError, resolve
+from gcore_runs import UserError, resolve
+from gcore_runs.settings.sections import PlacementConfig
 
 GPU = "NVIDIA H100 80GB HBM3"
 

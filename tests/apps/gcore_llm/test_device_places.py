@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from gcore_controller import Sizes
 from gcore_controller.runtimes.ray import devices as on_ray
 from gcore_llm import RolloutConfig, TrainConfig, sampling
-from gcore_llm.learning.device_places import engine_gpus, training_gpus
+from gcore_llm.learning.device_plan import engine_gpus, training_gpus
 from gcore_placement import Cluster, Device, PlacementError, RoleSizes, TrainingLayout, map_devices
 
 

@@ -395,7 +395,7 @@ def test_a_placement_of_other_sizes_or_settings_is_not_resumed(file: Path) -> No
     assert LivePlacement(WHOLE, DYNAMIC, file).sizes.engines == 3
     fewer = replace(WHOLE, ranks=2)
     assert LivePlacement(fewer, DYNAMIC, file).sizes == fewer
-    assert LivePlacement(WHOLE, replace(DYNAMIC, horizon_steps=5), file).sizes == WHOLE
+    assert LivePlacement(WHOLE, replace(DYNAMIC, lend_ranks="auto"), file).sizes == WHOLE
 
 
 class Lending:

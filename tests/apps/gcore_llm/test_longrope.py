@@ -15,7 +15,7 @@ from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.learning.trainer_worker import _model_options  # pyright: ignore[reportPrivateUsage]
 from gcore_llm.sampling import check_engine, engine_factory
 from gcore_llm.sections import DataConfig
-from gcore_rollout import UnsupportedModelError
+from gcore_rollout import EngineModelError
 from gcore_runs.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -78,12 +78,14 @@ def test_engines_are_made_for_the_length_of_the_run(phi3: Path) -> None:
     assert _model_options(config, None)["max_length"] == ORIGINAL
     engine_factory(config.rollout, config, phi3, eos_token_ids=[1])()
     longer = replace(config, data=replace(config.data, max_response_length=21))
-    with pytest.raises(UnsupportedModelError, match="max_model_len is 33; expected at most 32"):
+    with pytest.raises(EngineModelError, match="max_model_len is 33; expected at most 32"):
         engine_factory(longer.rollout, longer, phi3, eos_token_ids=[1])()
 
 
 def test_a_server_that_chooses_other_factors_is_refused(phi3: Path, url: str) -> None:
-    settings = RolloutConfig(engine="vllm_server", urls=(url,), weights_dir="weights")
+    settings = RolloutConfig(
+        engine="vllm_server", urls=(url,), engine_options={"weights_dir": "weights"}
+    )
     check_engine(settings, phi3, setting="rollout", max_length=ORIGINAL + 1)
     with pytest.raises(
         UserError,
@@ -93,7 +95,9 @@ def test_a_server_that_chooses_other_factors_is_refused(phi3: Path, url: str) ->
 
 
 def test_sglang_is_refused_for_factors_of_a_batch(phi3: Path, url: str) -> None:
-    settings = RolloutConfig(engine="sglang_server", urls=(url,), weights_dir="weights")
+    settings = RolloutConfig(
+        engine="sglang_server", urls=(url,), engine_options={"weights_dir": "weights"}
+    )
     with pytest.raises(
         UserError, match=r"^rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server"
     ):

@@ -71,7 +71,9 @@ def flat(text: str) -> str:
 
 
 def test_a_reward_that_always_fails(cli: Cli, own_args: list[str]) -> None:
-    args = with_reward(cli, own_args, "broken", "--reward-calls.on-error", "drop", "--name", "one")
+    args = with_reward(
+        cli, own_args, "broken", "--reward-calls.max-failed-share", "0.5", "--name", "one"
+    )
     finished = cli(*args)
     assert finished.code == 2
     message = flat(finished.err)
@@ -98,7 +100,7 @@ def test_a_reward_that_always_fails(cli: Cli, own_args: list[str]) -> None:
 
 def test_a_reward_that_fails_now_and_then(cli: Cli, own_args: list[str]) -> None:
     args = with_reward(
-        cli, own_args, "fragile", "--reward-calls.on-error", "drop", "--controllers", "2"
+        cli, own_args, "fragile", "--reward-calls.max-failed-share", "0.5", "--controllers", "2"
     )
     out = flat(cli.ok(*args))
     assert (
@@ -157,7 +159,9 @@ def test_a_reward_that_says_nothing(
 )
 def test_a_reward_that_exits(cli: Cli, own_args: list[str], reward: str, exit_of: str) -> None:
     """Where failures are dropped, too."""
-    message = cli.refused(*with_reward(cli, own_args, reward, "--reward-calls.on-error", "drop"))
+    message = cli.refused(
+        *with_reward(cli, own_args, reward, "--reward-calls.max-failed-share", "0.5")
+    )
     assert f"error: reward '{reward}' on prompt" in flat(message)
     assert flat(message).endswith(f"tried to end the process: {exit_of}")
 
@@ -183,7 +187,7 @@ def interrupted(cli: Cli, args: list[str]) -> Finished:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [[], ["--reward-calls.in-threads", "True"]], ids=["sync", "in threads"]
+    "options", [[], ["--reward-calls.run-in", "thread"]], ids=["sync", "in threads"]
 )
 @pytest.mark.parametrize("reward", ["blocking", "blocking_later"])
 def test_one_ctrl_c_ends_a_reward_that_blocks(

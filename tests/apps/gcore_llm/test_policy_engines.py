@@ -29,7 +29,7 @@ SERVED = (
     "vllm_server",
     "--rollout.urls",
     "http://h:1",
-    "--rollout.weights-dir",
+    "--rollout.engine-options.weights_dir",
     "x",
 )
 ON_RAY = (*SERVED, "--runtime", "ray")
@@ -285,7 +285,7 @@ def server_args(cli: Cli, own_args: list[str], url: str) -> list[str]:
         "vllm_server",
         "--rollout.urls",
         url,
-        "--rollout.weights-dir",
+        "--rollout.engine-options.weights_dir",
         "weights",
     ]
 
@@ -379,8 +379,8 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         "no vllm_server answers at": option_set(
             server_args, "--rollout.urls", f"http://127.0.0.1:{free_port()}"
         ),
-        "rollout.weights_dir is 'nowhere'; expected an existing folder": option_set(
-            server_args, "--rollout.weights-dir", "nowhere"
+        "rollout.engine_options.weights_dir is 'nowhere'; expected an existing folder": option_set(
+            server_args, "--rollout.engine-options.weights_dir", "nowhere"
         ),
     }
     for expected, args in wrong.items():
@@ -410,9 +410,13 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         ),
         (
             ["--rollout.engine", "sglang_server", "--rollout.urls", "http://h:1"],
-            "rollout.weights_dir is ''; expected a folder with rollout.engine",
+            "rollout.engine_options.weights_dir is not set; expected a folder with rollout.engine 'sglang_server'",
         ),
-        (["--rollout.weights-dir", "x"], "rollout.weights_dir is 'x'; expected a folder with"),
+        (
+            ["--rollout.engine-options.weights_dir", "x"],
+            "rollout.engine_options has 'weights_dir'; expected some of decode_mode, kv_cache_bytes with engine 'hf'",
+        ),
+        (["--rollout.weights-dir", "x"], "did you mean --rollout.engine-options?"),
         (
             [
                 "--rollout.engine",
@@ -469,12 +473,12 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             "--rollout.engine-options is '{seed'; expected JSON",
         ),
         (
-            ["--rollout.gpu-memory-utilization", "0.5"],
-            "rollout.gpu_memory_utilization is 0.5; expected None with rollout.engine 'hf'; vllm or sglang takes it",
+            ["--rollout.engine-options.gpu_memory_utilization", "0.5"],
+            "rollout.engine_options has 'gpu_memory_utilization'; expected some of decode_mode, kv_cache_bytes with",
         ),
         (
-            ["--rollout.engine", "vllm", "--rollout.gpu-memory-utilization", "1.5"],
-            "rollout.gpu_memory_utilization is 1.5; expected a number in (0, 1], or None",
+            ["--rollout.engine", "vllm", "--rollout.engine-options", "gpu_memory_utilization=1.5"],
+            "rollout.engine_options.gpu_memory_utilization is 1.5; expected a number in (0, 1]",
         ),
         (
             ["--rollout.engine", "vllm", "--rollout.engine-options", "max_num_batched_tokens=0"],
@@ -497,19 +501,19 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
     [
         (
             ["--rollout.engine", "sglang"],
-            "rollout.server_python is ''; expected the Python of an environment with",
+            "rollout.engine_options.server_python is not set; expected the Python of an environment with",
         ),
         (
-            ["--rollout.server-python", "x"],
-            "rollout.server_python is 'x'; expected '', as sglang alone takes it, with",
+            ["--rollout.engine-options.server_python", "x"],
+            "rollout.engine_options has 'server_python'; expected some of decode_mode, kv_cache_bytes with",
         ),
         (
             ["--rollout.engine", "sglang", "--rollout.engine-options", "port=1"],
             "rollout.engine_options has 'port'; expected none of base_gpu_id,",
         ),
         (
-            ["--rollout.engine", "sglang", "--rollout.server-python", "/no/python"],
-            "rollout.server_python is '/no/python'; expected the Python of an environment with SGLang",
+            ["--rollout.engine", "sglang", "--rollout.engine-options.server_python", "/no/python"],
+            "rollout.engine_options.server_python is '/no/python'; expected the Python of an environment with SGLang",
         ),
     ],
 )

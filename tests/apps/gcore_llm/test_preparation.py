@@ -9,11 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
-from gcore_llm.config import AlgorithmConfig, KLControlConfig
+from gcore_llm.config import AlgorithmConfig
 from gcore_llm.learning.preparation import prepare
 from gcore_rollout import Completion, Group
 from gcore_trainer import (
     BatchError,
+    KLControlConfig,
     KLController,
     RolloutCorrectionConfig,
     Sample,

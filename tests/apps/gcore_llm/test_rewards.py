@@ -28,7 +28,8 @@ JUDGE = [
         "judge",
         "--reward-model.judge.pattern",
         r"(\d)",
-        "--reward-model.judge.high",
+        "--reward-model.judge.score-range",
+        "0",
         "9",
     ),
     *("--reward-model.judge.max-response-length", "24", "--reward-model.judge.n", "2"),
@@ -333,7 +334,7 @@ def url() -> Iterator[str]:
 @pytest.mark.slow
 def test_a_server_whose_failures_drop_groups(cli: Cli, own_args: list[str], url: str) -> None:
     options = ["--reward-model.kind", "server", "--reward-model.path", url, "--reward", ""]
-    rows = rows_of(cli, own_args, *options, "--reward-calls.on-error", "drop")
+    rows = rows_of(cli, own_args, *options, "--reward-calls.max-failed-share", "0.5")
     assert any(row["sampling/dropped_groups"] > 0 for row in rows)
 
 
@@ -400,7 +401,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             "reward_model.judge.unparsable_score is 0.25; expected 0.5, a tie",
         ),
         (
-            [*PAIRWISE, "--reward-model.judge.high", "9"],
+            [*PAIRWISE, "--reward-model.judge.score-range", "0", "9"],
             "they are of scores, comparisons have winners",
         ),
         (

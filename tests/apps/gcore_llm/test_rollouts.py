@@ -193,7 +193,7 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
     finished = cli(*args)
     assert finished.code == 2
     assert "step 1: RuntimeError: the board fell over" in " ".join(finished.err.split())
-    args += ["--reward-calls.on-error", "drop"]
+    args += ["--reward-calls.max-failed-share", "0.5"]
     assert "The most frequent error: RuntimeError at world.py:" in " ".join(
         cli.refused(*args).split()
     )

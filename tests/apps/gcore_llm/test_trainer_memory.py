@@ -14,22 +14,22 @@ import torch
 from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.config import AlgorithmConfig, TrainConfig
 from gcore_llm.learning.device_plan import check_host_fits, choose_checkpointing, plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_llm.recipes.shapes import shape_folder
-from gcore_llm.sections import ActorConfig
+from gcore_llm.sections import ActorConfig, ActorOptimConfig
 from gcore_llm.training import train
 from gcore_placement import Device
 from gcore_runs import UserError, available_host_bytes, count_parameters, resolve
 from gcore_runs.host_memory import host_memory
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
-from gcore_trainer import MissingExtraError, OptimizerConfig, Sample, TrainerError
+from gcore_trainer import KLControlConfig, Sample, TrainerError
 
 SAVING = [
     *("--actor.offload", "all", "--actor.activation-offload", "true"),
-    *("--actor.enable-gradient-checkpointing", "--actor.checkpointed-layers", "0.5"),
+    *("--actor.enable-gradient-checkpointing", "0.5"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_muon_does_not_update_on_the_host() -> None:
         UserError,
         match=r"actor.offload is 'optimizer'; expected 'none' with actor.optim.name 'muon'",
     ):
-        ActorConfig(optim=OptimizerConfig(name="muon"), offload="optimizer")
+        ActorConfig(optim=ActorOptimConfig(name="muon"), offload="optimizer")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,17 @@ def test_muon_does_not_update_on_the_host() -> None:
             "actor.compile is true; expected false with trainer.backend 'megatron'",
         ),
         (
-            {"optim": OptimizerConfig(name="adamw_8bit")},
+            {"optim": ActorOptimConfig(name="adamw_8bit")},
             "actor.optim.name is 'adamw_8bit'; expected 'adamw' with",
         ),
         (
-            {"optim": OptimizerConfig(name="muon")},
+            {"optim": ActorOptimConfig(name="muon")},
             "actor.optim.name is 'muon'; expected 'adamw' with",
         ),
-        ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
+        (
+            {"enable_gradient_checkpointing": 0.5},
+            r"actor.enable_gradient_checkpointing is 0.5; expected auto, true or false with",
+        ),
     ],
 )
 def test_settings_of_torch_with_megatron_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -170,7 +173,7 @@ def test_settings_of_torch_with_megatron_are_refused(changes: dict[str, Any], me
 
 def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path) -> None:
     """Its checkpoints have float32 moments: a run with exact ones continues them, too."""
-    actor = ActorConfig(optim=OptimizerConfig(name="adamw_8bit", lr=1e-3))
+    actor = ActorConfig(optim=ActorOptimConfig(name="adamw_8bit", lr=1e-3))
     config = TrainConfig(device="cpu", dtype="float32", actor=actor)
     exact = replace(config, actor=replace(actor, optim=replace(actor.optim, name="adamw")))
     workers = [
@@ -204,7 +207,7 @@ def test_a_run_with_compiled_layers_is_the_same_run(
     monkeypatch.setattr(shutil, "which", lambda *_: None)
     found: list[dict[str, float]] = []
     for is_compiled in (False, True):
-        actor = ActorConfig(optim=OptimizerConfig(lr=1e-3), compile=is_compiled)
+        actor = ActorConfig(optim=ActorOptimConfig(lr=1e-3), compile=is_compiled)
         config = TrainConfig(device="cpu", dtype="float32", algorithm=ALGORITHM, actor=actor)
         worker = LLMTrainerWorker(config, tiny, tmp_path / str(is_compiled))
         scores = {
@@ -224,7 +227,7 @@ def test_a_run_with_compiled_layers_is_the_same_run(
 
 def test_a_plan_knows_the_bytes_of_moments(tiny: Path) -> None:
     config = TrainConfig(model=str(tiny), device="cpu", dtype="bfloat16")
-    small = replace(config, actor=replace(config.actor, optim=OptimizerConfig(name="adamw_8bit")))
+    small = replace(config, actor=replace(config.actor, optim=ActorOptimConfig(name="adamw_8bit")))
     optimizer = [
         plan_memory(own, tiny, Device.named("H100")).roles["trainer"]["optimizer"]
         for own in (config, small)
@@ -352,7 +355,7 @@ def test_a_missing_library_is_refused_before_anything_is_loaded(
 ) -> None:
     """Before the files with the prompts and the reward, too: there are none."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    actor = ActorConfig(optim=OptimizerConfig(name="adamw_8bit"))
+    actor = ActorConfig(optim=ActorOptimConfig(name="adamw_8bit"))
     config = TrainConfig(
         model=str(tiny), device="cpu", dtype="float32", reward="no.py:reward", actor=actor
     )
@@ -360,7 +363,7 @@ def test_a_missing_library_is_refused_before_anything_is_loaded(
     message = (
         "name is 'adamw_8bit', and 'bitsandbytes' is not installed: pip install 'gcore-trainer"
     )
-    with pytest.raises(MissingExtraError, match=message):
+    with pytest.raises(TrainerError, match=message):
         train(config)
 
 
@@ -411,11 +414,8 @@ def test_auto_checkpoints_as_few_layers_as_fit(gigabytes: int) -> None:
     config = TrainConfig(model=str(model), dtype="bfloat16")
 
     def with_layers(count: int) -> TrainConfig:
-        changes = {
-            "enable_gradient_checkpointing": count > 0,
-            "checkpointed_layers": count / 24 or 1.0,
-        }
-        return replace(config, actor=replace(config.actor, **changes))
+        share = count > 0 if count in (0, 24) else count / 24
+        return replace(config, actor=replace(config.actor, enable_gradient_checkpointing=share))
 
     plans = {count: plan_memory(with_layers(count), model, device) for count in range(0, 25, 3)}
     chosen, plan = choose_checkpointing(config, model, device)

@@ -54,7 +54,6 @@ REFUSED_ANYWAY = {
     "reward_model.judge.engine",
     "reward_model.judge.tensor_parallel_size",
     "reward_model.judge.urls",
-    "reward_model.judge.server_python",
     "reward_model.judge.unparsable_score",
 }
 """Settings that another setting of their own section must go with, which is checked first."""
@@ -152,11 +151,6 @@ def test_every_entry_is_of_settings_that_there_are(kind: type) -> None:
             ],
             "actor.loss.kl_loss_coef is 0.1; expected 0.0 with algorithm.name 'nft': it is read with algorithm.name "
             "flow_grpo, ddpo, grpo_guard",
-        ),
-        (
-            ["--actor.loss.loss-mode", "guard"],
-            "actor.loss.loss_mode is 'guard'; expected 'vanilla' with algorithm.name 'flow_grpo': it is read with "
-            "algorithm.name of no value; algorithm.name grpo_guard has the loss guard",
         ),
         (
             ["--rollout.window-size", "0", "--rollout.window-range", "0", "3"],

@@ -39,8 +39,6 @@ TABLES = ("task.params", "data.chat_template_kwargs", "reward_kwargs")
 """Settings of any names and values."""
 ANY_SIGN = (
     "good_enough",
-    "low",
-    "high",
     "unparsable_score",
     "reward_model.weight",
     "right_from",
@@ -144,7 +142,7 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
         (
             "train",
             ["--vllm_gpu_memory_utilization", "0.3"],
-            "did you mean --rollout.gpu-memory-utilization?",
+            "did you mean --rollout.engine-options?",
         ),
         (
             "train",
@@ -356,3 +354,57 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
         UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"
     ):
         translate_removed({"trainer": {"best_mode": "min"}})
+
+
+def test_choices_that_several_settings_made_are_one() -> None:
+    judge = {"low": 1.0, "high": 5.0, "server_python": "py"}
+    earlier: dict[str, Any] = {
+        "reward_calls": {
+            "in_threads": False,
+            "in_process": True,
+            "on_error": "raise",
+            "max_failed_share": 0.5,
+        },
+        "reward_model": {
+            "judge": {"low": 0.0, "high": 9.0, "server_python": ""},
+            "judges": {"style": judge},
+        },
+        "actor": {
+            "enable_gradient_checkpointing": True,
+            "checkpointed_layers": 0.5,
+            "optim": {"total_training_steps": 0},
+        },
+        "rollout": {
+            "gpu_memory_utilization": 0.5,
+            "server_python": "",
+            "weights_dir": "w",
+            "engine_options": {},
+        },
+        "placement": {"horizon_steps": 20},
+    }
+    assert translate_removed(earlier) == {
+        "reward_calls": {"run_in": "process", "max_failed_share": 0.0},
+        "reward_model": {
+            "judge": {"score_range": [0.0, 9.0]},
+            "judges": {
+                "style": {"score_range": [1.0, 5.0], "engine_options": {"server_python": "py"}}
+            },
+        },
+        "actor": {"enable_gradient_checkpointing": 0.5},
+        "rollout": {"engine_options": {"gpu_memory_utilization": 0.5, "weights_dir": "w"}},
+    }
+    images: dict[str, Any] = {
+        "algorithm": {"name": "nft"},
+        "actor": {"loss": {"loss_mode": "vanilla"}, "nft": {"adv_clip_max": 5.0}},
+        "rollout": {"window_schedule": "random", "window_steps": 25},
+    }
+    assert translate_removed(images) == {
+        "algorithm": {"name": "nft"},
+        "rollout": {"window_steps": 0},
+    }
+    images["rollout"]["window_schedule"] = "sliding"
+    assert translate_removed(images)["rollout"] == {"window_steps": 25}
+    with pytest.raises(
+        UserError, match=r"actor.optim.total_training_steps is 12; expected 0: it follows from"
+    ):
+        translate_removed({"actor": {"optim": {"total_training_steps": 12}}})

@@ -31,7 +31,8 @@ from gcore_bench.harness.report import (
 )
 from gcore_diffusion.config import DemoConfig, embedded
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_runs import STAGES, Bound, multiple_of
+from gcore_runs import Bound, multiple_of
+from gcore_runs.loop.recorder import STAGES
 
 if TYPE_CHECKING:
     import torch

@@ -61,13 +61,13 @@ from gcore_runs import (
     Display,
     RunFolder,
     UserError,
-    format_metric,
     json_object,
-    logs_of,
     read_jsonl,
     start_inline_backend,
 )
 from gcore_runs.engines import Instrumentation, device_timers
+from gcore_runs.logs import logs_of
+from gcore_runs.loop.recorder import format_metric
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:

@@ -11,11 +11,13 @@ from gcore_runs import (
     ABOVE_0,
     BEST_SETTINGS,
     IS_TRUE,
+    AdapterSettings,
     Amount,
-    BaseActorConfig,
     BaseAlgorithmConfig,
     BaseDataConfig,
+    BaseOptimConfig,
     BaseRLConfig,
+    BaseRolloutConfig,
     Bound,
     Checked,
     Count,
@@ -29,10 +31,10 @@ from gcore_runs import (
     adapter_settings,
     at_least,
     one_of,
-    optimizer_settings,
+    schedule_settings,
 )
 from gcore_runs.simulation.config import BaseSimConfig, EngineModel
-from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
+from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
 KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
@@ -93,14 +95,14 @@ class DiffusionDataConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionRolloutConfig(Checked, section="rollout"):
+class DiffusionRolloutConfig(BaseRolloutConfig, section="rollout"):
     """Sampling of images.
 
     Example:
         >>> rollout = DiffusionRolloutConfig(num_inference_steps=10, window_size=2)
         >>> rollout.range_of_window
         (0, 5)
-        >>> replace(rollout, window_schedule="sliding").range_of_window
+        >>> replace(rollout, window_steps=25).range_of_window
         (0, 10)
     """
 
@@ -123,13 +125,12 @@ class DiffusionRolloutConfig(Checked, section="rollout"):
     window_size: NonNegative = 0
     """Number of steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
     window_range: tuple[int, int] = (0, 0)
-    """First step and the one after the last that a window may have; (0, 0): with window-schedule random the first half
-    of the steps (Flow-GRPO-Fast), with sliding all of them (MixGRPO)."""
-    window_schedule: Literal["random", "sliding"] = "random"
-    """random: each prompt has a window of its own, drawn for each step (Flow-GRPO-Fast); sliding: all have the same,
-    which moves from the first steps to the last, and then starts again (MixGRPO, arXiv 2507.21802)."""
-    window_steps: Count = 25
-    """Training steps after which a sliding window moves by one."""
+    """First step and the one after the last that a window may have; (0, 0): the first half of the steps
+    (Flow-GRPO-Fast), with window-steps above 0 all of them (MixGRPO)."""
+    window_steps: NonNegative = 0
+    """0: each prompt has a window of its own, drawn for each step (Flow-GRPO-Fast). Above 0: all have the same, which
+    moves by one after so many training steps, from the first steps to the last, and then starts again (MixGRPO, arXiv
+    2507.21802, which has 25)."""
     size: tuple[int, int] = (0, 0)
     """Height and width in pixels; (0, 0): the pipeline's own."""
     max_sequence_length: NonNegative = 0
@@ -191,7 +192,7 @@ class DiffusionRolloutConfig(Checked, section="rollout"):
         """First step and the one after the last that a window may have."""
         if self.window_range != (0, 0):
             return self.window_range
-        if self.window_schedule == "sliding":
+        if self.window_steps:
             return (0, self.num_inference_steps)
         return (0, max(self.window_size, -(-self.num_inference_steps // 2)))
 
@@ -227,7 +228,7 @@ class DiffusionAlgorithmConfig(BaseAlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionOptimConfig(OptimizerConfig):
+class DiffusionOptimConfig(BaseOptimConfig):
     """AdamW with gradient clipping, and a rate that warms up and then stays or decays.
 
     Example:
@@ -241,7 +242,7 @@ class DiffusionOptimConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionActorConfig(BaseActorConfig):
+class DiffusionActorConfig(AdapterSettings, section="actor"):
     """The policy's training.
 
     Example:
@@ -256,6 +257,9 @@ class DiffusionActorConfig(BaseActorConfig):
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
     nft: NFTConfig = field(default_factory=NFTConfig)
     dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
+    auto: on CUDA for models of a billion parameters or more."""
     num_updates: Count = 2
     """Updates a step, each on its share of the batch."""
     micro_batch_size: Count = 96
@@ -342,11 +346,6 @@ _READ_WITH = (
         ),
         chosen_by={_NAME: _OF_STEPS},
     ),
-    ReadWith(
-        settings=("actor.loss.loss_mode",),
-        chosen_by={_NAME: one_of()},
-        hint="algorithm.name grpo_guard has the loss guard",
-    ),
     ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
     ReadWith(
         settings=("algorithm.norm_adv_by", "algorithm.adv_clip_max"),
@@ -356,11 +355,6 @@ _READ_WITH = (
         settings=("algorithm.reward_gradient_steps",), chosen_by={_NAME: one_of("reward_gradient")}
     ),
     ReadWith(settings=("actor.nft",), chosen_by={_NAME: one_of("nft")}),
-    ReadWith(
-        settings=("actor.nft.adv_clip_max",),
-        chosen_by={_NAME: one_of()},
-        hint="algorithm.adv_clip_max is read",
-    ),
     ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
     ReadWith(
         settings=("rollout.noise_level", "rollout.shared_noise"),
@@ -372,17 +366,14 @@ _READ_WITH = (
     ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: _COMPARED}),
     ReadWith(settings=("rollout.window_size",), chosen_by={"rollout.kernel": _NOISY}),
     ReadWith(
-        settings=("rollout.window_range", "rollout.window_schedule"),
+        settings=("rollout.window_range", "rollout.window_steps"),
         chosen_by={"rollout.window_size": ABOVE_0},
-    ),
-    ReadWith(
-        settings=("rollout.window_steps",), chosen_by={"rollout.window_schedule": one_of("sliding")}
     ),
     ReadWith(
         settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}
     ),
     adapter_settings("actor."),
-    *optimizer_settings("actor.optim", has_muon=False),
+    schedule_settings("actor.optim"),
     BEST_SETTINGS,
 )
 """The settings that only some algorithms read; `docs/reference/settings-images.md` lists them."""

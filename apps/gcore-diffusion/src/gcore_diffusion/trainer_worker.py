@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         self._kernel = adapt_kernel(kernel_of(config), scheduler)
         objective = _objective(config, scheduler, self._kernel)
         nft = config.actor.nft
-        optim = config.actor.optim
-        if not optim.total_training_steps:
-            num_updates = config.trainer.total_training_steps * config.actor.num_updates
-            optim = replace(optim, total_training_steps=num_updates)
+        num_updates = config.trainer.total_training_steps * config.actor.num_updates
+        optim = config.actor.optim.build(total_training_steps=num_updates)
         parallel = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             size = config.trainer.fsdp_size
@@ -153,9 +150,7 @@ def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> Diffu
             raise UserError(
                 "algorithm.name is 'nft' and the model is of DDPM's kind; expected a flow-matching model"
             )
-        return NFTObjective(
-            replace(config.actor.nft, adv_clip_max=config.algorithm.adv_clip_max), process
-        )
+        return NFTObjective(config.actor.nft, process, adv_clip_max=config.algorithm.adv_clip_max)
     if name == "dpo":
         return DiffusionDPOObjective(config.actor.dpo, _noise_process(scheduler))
     if name == "reward_gradient":
@@ -166,5 +161,4 @@ def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> Diffu
                 "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(kernel, reward)
-    loss = replace(config.actor.loss, loss_mode="guard" if name == "grpo_guard" else "vanilla")
-    return DenoisingPolicyObjective(loss, kernel)
+    return DenoisingPolicyObjective(config.actor.loss, kernel, is_guarded=name == "grpo_guard")

@@ -14,13 +14,13 @@ from gcore_runs import (
     RunResult,
     Supervisor,
     UserError,
-    check_safetensors,
     json_object,
     model_folder,
     resolve,
     with_adapter,
     write_atomically,
 )
+from gcore_runs.inputs import check_safetensors
 
 if TYPE_CHECKING:
     from gcore_runs import Display

@@ -1,9 +1,6 @@
 from .cli import embedded as embedded, own_data as own_data
 from .config import (
     AlgorithmConfig as AlgorithmConfig,
-    KLControlConfig as KLControlConfig,
-    MultiTurnConfig as MultiTurnConfig,
-    OverlongConfig as OverlongConfig,
     RolloutConfig as RolloutConfig,
     TrainConfig as TrainConfig,
     TrainerConfig as TrainerConfig,
@@ -19,6 +16,7 @@ from .finetune.config import (
 from .finetune.run import fine_tune as fine_tune
 from .sections import (
     ActorConfig as ActorConfig,
+    ActorOptimConfig as ActorOptimConfig,
     CriticConfig as CriticConfig,
     DataConfig as DataConfig,
     JudgeConfig as JudgeConfig,

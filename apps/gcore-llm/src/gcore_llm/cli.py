@@ -11,7 +11,7 @@ from gcore_llm.config import RolloutConfig, TrainArgs, TrainConfig, TrainerConfi
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes.large import LARGE
 from gcore_llm.report import KINDS
-from gcore_llm.sections import ActorConfig, DataConfig, TaskConfig
+from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig, TaskConfig
 from gcore_runs import (
     Amount,
     Checked,
@@ -30,7 +30,6 @@ from gcore_runs import (
     run_training,
     trace_command,
 )
-from gcore_trainer import OptimizerConfig
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -70,7 +69,7 @@ def embedded() -> TrainConfig:
         rollout=RolloutConfig(n=8, max_num_seqs=512),
         # A rate that falls to 0 gets as far, greedily, in 130 steps as a constant one in 300, whose end is noisy.
         actor=ActorConfig(
-            optim=OptimizerConfig(lr=2e-4, lr_scheduler_type="linear"), ppo_max_token_len=16_384
+            optim=ActorOptimConfig(lr=2e-4, lr_scheduler_type="linear"), ppo_max_token_len=16_384
         ),
         trainer=TrainerConfig(total_training_steps=130),
     )

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
-
 from gcore_controller import RLHFConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.sections import (
     ActorConfig,
+    ActorOptimConfig,
     CriticConfig,
     DataConfig,
     DistillationConfig,
@@ -20,16 +19,16 @@ from gcore_llm.sections import (
     TaskConfig,
     WarmupConfig,
 )
-from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
+from gcore_rollout import MultiTurnConfig, reward_names
 from gcore_runs import (
     ABOVE_0,
     BACKEND_SETTINGS,
     BEST_SETTINGS,
-    IS_SET,
     IS_TRUE,
     Amount,
     BaseAlgorithmConfig,
     BaseRLConfig,
+    BaseRolloutConfig,
     Bound,
     Count,
     Fraction,
@@ -41,17 +40,15 @@ from gcore_runs import (
     above,
     adapter_settings,
     one_of,
-    optimizer_settings,
-    override,
+    schedule_settings,
 )
-from gcore_runs.settings.sections import EngineConfig, PolicyEngineConfig
-from gcore_runs.simulation.config import SimConfig
+from gcore_runs.settings.checks import IS_SET, override
+from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
-    KLControlConfig as KLControlConfig,
-    OptimizerConfig,
-    OverlongConfig as OverlongConfig,
+    KLControlConfig,
+    OverlongConfig,
     RolloutCorrectionConfig,
     get_advantage_estimator,
     has_dual_clip,
@@ -59,11 +56,15 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(PolicyEngineConfig, section="rollout"):
-    """Generation."""
+class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
+    """Generation.
 
-    weights_dir: str = ""
-    """Existing folder that this machine and the servers see under the same path: new weights go through it."""
+    Example:
+        >>> rollout = RolloutConfig(engine="vllm", n=16, engine_options={"gpu_memory_utilization": 0.6})
+        >>> rollout.is_on_servers
+        False
+    """
+
     n: Count = 8
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
@@ -92,10 +93,16 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        servers = f"rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})"
-        self.require(
-            "weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}"
-        )
+        if self.is_on_servers and not self.weights_dir:
+            raise UserError(
+                "rollout.engine_options.weights_dir is not set; expected a folder with rollout.engine "
+                f"{self.engine!r}"
+            )
+
+    @property
+    def weights_dir(self) -> str:
+        """The folder through which servers get new weights; empty: there are no servers."""
+        return str(self.engine_options.get("weights_dir", "")) if self.is_on_servers else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +149,12 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(RanksConfig, RLTrainerConfig):
-    """Settings of training, of the run's length and of its output."""
+    """Settings of training, of the run's length and of its output.
+
+    Example:
+        >>> TrainerConfig(schedule="one_step_off", total_epochs=2.0, num_processes=8).backend
+        'torch'
+    """
 
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
@@ -227,7 +239,6 @@ _READ_WITH = (
     ),
     ReadWith(
         settings=(
-            "actor.checkpointed_layers",
             "actor.offload",
             "actor.activation_offload",
             "actor.compile",
@@ -256,12 +267,9 @@ _READ_WITH = (
     ),
     ReadWith(settings=("reward_model.weight",), chosen_by={"reward_model.path": IS_SET}),
     ReadWith(settings=("reward_model.judge",), chosen_by={"reward_model.kind": one_of("judge")}),
-    ReadWith(
-        settings=("reward_calls.max_failed_share",),
-        chosen_by={"reward_calls.on_error": one_of("drop")},
-    ),
     adapter_settings("actor.", "export_merged"),
-    *optimizer_settings("actor.optim"),
+    ReadWith(settings=("actor.optim.muon_lr",), chosen_by={"actor.optim.name": one_of("muon")}),
+    schedule_settings("actor.optim"),
     *BACKEND_SETTINGS,
     BEST_SETTINGS,
 )
@@ -297,7 +305,6 @@ class TrainConfig(BaseRLConfig):
         "trainer.megatron",
         "rollout.urls",
         "rollout.engine_options",
-        "rollout.weights_dir",
         "reward_model.judge*.num_processes",
         "reward_model.judge*.urls",
         "reward_calls.max_failed_share",
@@ -444,7 +451,7 @@ class TrainConfig(BaseRLConfig):
             )
 
     @property
-    def critic_optimizer(self) -> OptimizerConfig:
+    def critic_optimizer(self) -> ActorOptimConfig:
         """The critic's optimizer: the actor's with a rate of its own, and with what critic.optim has."""
         return override(self.actor.optim, {"lr": _CRITIC_LR} | self.critic.optim, "critic.optim")
 
@@ -542,6 +549,12 @@ class TrainConfig(BaseRLConfig):
                     f"{role}.optim.name is {optimizer.name!r}; expected 'adamw' with trainer.backend "
                     f"{self.trainer.backend!r}"
                 )
+        share = self.actor.enable_gradient_checkpointing
+        self.require(
+            "actor.enable_gradient_checkpointing",
+            is_torch or share in (True, False, "auto"),
+            f"auto, true or false with trainer.backend {self.trainer.backend!r}",
+        )
         offloads = self.actor.compile and self.actor.activation_offload
         self.require(
             "actor.compile",
@@ -581,18 +594,3 @@ class TrainArgs(TrainConfig):
     dry_run_gpus_per_node: NonNegative = 0
     """GPUs of each; 0: 8 with runtime ray, and otherwise the plan is of the one GPU with the first rank and engine."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedConfig(TrainConfig):
-    """The settings of train, and the cluster on which `gcore-llm simulate train` simulates a run of them."""
-
-    is_simulated: ClassVar[bool] = True
-
-    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
-    """Which command made the run; for its report."""
-    sim: SimConfig = field(default_factory=SimConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sim.check("sim.", self.controllers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.loaded import LoadedPrompts, Progress, no_progress
+from gcore_llm.data.large_prompts import LoadedPrompts, Progress, no_progress
 from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.sections import DataConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
@@ -27,13 +27,13 @@ from gcore_runs import (
     RowSource,
     UserError,
     columns,
-    held_out_places,
     image_sources,
     max_sequence_length,
     mix_sets,
     model_folder,
     open_rows,
 )
+from gcore_runs.inputs import held_out_places
 
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""

@@ -1,6 +1,7 @@
 """`report.html` of the runs of `gcore-llm`, whose charts depend on the command that made the run."""
 
-from gcore_runs import Kind, Signal
+from gcore_runs import Kind
+from gcore_runs.report.run import Signal
 
 _GRADIENT: Signal = ("Gradient norm", "actor/grad_norm", "L2 norm")
 _THROUGHPUT: Signal = ("Throughput", "perf/throughput", "tokens/s")

@@ -83,7 +83,7 @@ async def connect_engine(
         connect_servers,
         settings.engine,
         settings.urls[rank::world_size],
-        weights_dir=settings.weights_dir if isinstance(settings, RolloutConfig) else None,
+        weights_dir=settings.engine_options.get("weights_dir"),
         model_path=model,
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
@@ -128,8 +128,6 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         max_length = config.data.max_length
         policy_options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
-        if settings.gpu_memory_utilization is not None:
-            own_options["gpu_memory_utilization"] = settings.gpu_memory_utilization
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)
@@ -194,7 +192,7 @@ def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int = 0) -> lis
     gpus = visible_gpus(config.device)
     if not gpus:
         return []
-    from gcore_llm.learning.device_places import engine_gpus, training_gpus
+    from gcore_llm.learning.device_plan import engine_gpus, training_gpus
 
     # A judge's come after the policy's and those of judges before it.
     first = 0

@@ -11,8 +11,8 @@ from gcore_rollout import OnError, ProcessLimits, RetryPolicy, RewardRunnerConfi
 from gcore_runs import (
     AdapterSettings,
     Amount,
-    BaseActorConfig,
     BaseDataConfig,
+    BaseOptimConfig,
     Bound,
     Checked,
     Count,
@@ -26,7 +26,6 @@ from gcore_runs import (
 from gcore_runs.settings.sections import EngineConfig, JudgeOptions
 from gcore_trainer import (
     LossAggMode,
-    OptimizerConfig,
     PolicyLossConfig,
     ValueLossConfig,
 )
@@ -36,6 +35,10 @@ ANY_SOURCE = "*"
 _OURS = ("add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools")
 """Arguments of a template that gcore gives itself."""
 _WEIGHT = Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")
+_RATE = Bound(lambda rate: rate is None or 0 < rate < math.inf, "a finite number above 0, or none")
+_SHARE = Bound(
+    lambda share: share == "auto" or 0 <= share <= 1, "auto, true, false, or a share in [0, 1]"
+)
 _PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -141,7 +144,21 @@ class AdapterConfig(AdapterSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
+class ActorOptimConfig(BaseOptimConfig):
+    """AdamW or Muon, and a rate that warms up and then stays or decays to the run's end.
+
+    Example:
+        >>> optim = ActorOptimConfig(name="muon", lr=2e-4, muon_lr=1e-3)
+        >>> optim.build(total_training_steps=500).muon_lr
+        0.001
+    """
+
+    muon_lr: Annotated[float | None, _RATE] = None
+    """Muon's rate; none: lr, which fits because its updates are scaled to the size of AdamW's (arXiv 2502.16982)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(AdapterConfig, section="actor"):
     """The policy's training.
 
     Example:
@@ -151,10 +168,12 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
         False
     """
 
-    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    checkpointed_layers: Fraction = 1.0
-    """Share of the layers that are computed again where gradient checkpointing is on, the first ones; for torch."""
+    enable_gradient_checkpointing: Annotated[bool | float | Literal["auto"], _SHARE] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
+    a share, such as 0.5: of the first layers, so many; for torch. auto: where a GPU of this machine is planned for, as
+    few of the layers as fit; otherwise on CUDA for models of a billion parameters or more."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """optimizer: optimizer states are in host memory, and updates run on the CPU: 6 instead of 18 bytes a bfloat16
     parameter on the device. all: parameters and gradients, too, while another model of the run is in use (the critic,
@@ -183,6 +202,20 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
             keeps,
             "'none' with actor.optim.name 'muon', whose updates take too long on a CPU",
         )
+
+    @property
+    def has_checkpointing(self) -> bool | Literal["auto"]:
+        """True if layers are computed again for the backward pass; auto: the device and the model decide."""
+        share = self.enable_gradient_checkpointing
+        return "auto" if share == "auto" else share > 0
+
+    @property
+    def checkpointed_layers(self) -> float:
+        """Share of the layers that are computed again where gradient checkpointing is on, the first ones."""
+        share = self.enable_gradient_checkpointing
+        if share == "auto" or not share:
+            return 1.0
+        return float(share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +352,7 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
     """A generative reward model: its engine, how it is asked, and how its verdicts are read.
 
     Example:
-        >>> judge = JudgeConfig(pattern=r"Grade: ([0-9])", low=1.0, high=5.0)
+        >>> judge = JudgeConfig(pattern=r"Grade: ([0-9])", score_range=(1.0, 5.0))
         >>> read_score = judge.scores()
         >>> read_score("Mostly right. Grade: 4")
         0.75
@@ -346,10 +379,10 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
         prefix = self.section
         is_tie = not self.pairwise or self.unparsable_score in (None, 0.5)
         self.require("unparsable_score", is_tie, f"0.5, a tie, or none with {prefix}.pairwise")
-        if self.pairwise and (self.reduce, self.low, self.high) != ("mean", 0.0, 10.0):
+        if self.pairwise and (self.reduce, self.score_range) != ("mean", (0.0, 10.0)):
             raise UserError(
-                f"{prefix}.reduce, low and high are {self.reduce!r}, {self.low} and {self.high}; expected their "
-                f"defaults with {prefix}.pairwise: they are of scores, comparisons have winners"
+                f"{prefix}.reduce and score_range are {self.reduce!r} and {self.score_range}; expected their defaults "
+                f"with {prefix}.pairwise: they are of scores, comparisons have winners"
             )
 
 
@@ -470,7 +503,7 @@ class RewardCallsConfig(Checked, section="reward_calls"):
     """Calls of rewards.
 
     Example:
-        >>> calls = RewardCallsConfig(max_retries=0, in_process=True, process_memory_gb=2.0)
+        >>> calls = RewardCallsConfig(max_retries=0, run_in="process", process_memory_gb=2.0)
         >>> calls.runner.retry.max_retries
         0
         >>> calls.process_limits.memory_bytes // 2**30
@@ -480,37 +513,32 @@ class RewardCallsConfig(Checked, section="reward_calls"):
     max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
     """Largest number of concurrent calls."""
     timeout_s: Annotated[float, above(0, "more than 0")] = 300.0
-    """Time limit of one call of an asynchronous reward, or of one with in_process, and of the trial call of any reward
-    before the run starts."""
+    """Time limit of one call of an asynchronous reward, or of one with run_in process, and of the trial call of any
+    reward before the run starts."""
     max_retries: NonNegative = 2
     """Attempts after the first, if that timed out or lost its connection."""
-    on_error: OnError = "raise"
-    """A reward that fails ends the run, or takes its group out of training."""
-    max_failed_share: Fraction = 0.5
-    """With on_error drop, the largest share of the rewards of a step that may fail, of small steps together 32 rewards;
-    more end the run. 1: any."""
-    in_threads: bool = False
-    """Call a synchronous reward in a thread, so that generation continues meanwhile: for one that takes long."""
-    in_process: bool = False
-    """Call a synchronous reward in a process of its own, which is killed and started again if a call (of a reward that
-    takes lists, a batch) takes longer than timeout_s; that call fails, as does one that takes more memory than
-    process_memory_gb: see on_error. math-verify and verifiers of tasks that compute always have one, with 10 seconds
-    and 2 GB; beyond them a response scores 0."""
+    max_failed_share: Fraction = 0.0
+    """A reward that fails takes its group out of training, up to this share of the rewards of a step, of small steps
+    together 32 rewards; more end the run. 0: the first one does; 1: any may fail."""
+    run_in: Literal["main", "thread", "process"] = "main"
+    """Where a synchronous reward is called. main: where the controller runs, which waits for it. thread: in a thread,
+    so that generation continues meanwhile: for one that takes long. process: in a process of its own, which is killed
+    and started again if a call (of a reward that takes lists, a batch) takes longer than timeout_s; that call fails, as
+    does one that takes more memory than process_memory_gb: see max_failed_share. math-verify and verifiers of tasks
+    that compute always have one, with 10 seconds and 2 GB; beyond them a response scores 0."""
     process_memory_gb: Annotated[float, above(0, "more than 0")] = 4.0
-    """With in_process, the memory in GB that calls may take in addition to what the reward takes when it is loaded."""
+    """With run_in process, the memory in GB that calls may take in addition to what the reward takes when it is
+    loaded."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(
-            "in_process",
-            not (self.in_process and self.in_threads),
-            f"false with {self.section}.in_threads",
-        )
+    @property
+    def on_error(self) -> OnError:
+        """The consequence of a reward that fails: it ends the run, or drops its group."""
+        return "drop" if self.max_failed_share else "raise"
 
     @property
     def process_limits(self) -> ProcessLimits | None:
         """The limits of a reward in a process of its own; None: it has none."""
-        if not self.in_process:
+        if self.run_in != "process":
             return None
         return ProcessLimits(
             call_s=self.timeout_s, memory_bytes=int(self.process_memory_gb * 2**30)
@@ -524,5 +552,5 @@ class RewardCallsConfig(Checked, section="reward_calls"):
             timeout_s=self.timeout_s,
             retry=RetryPolicy(max_retries=self.max_retries),
             on_error=self.on_error,
-            sync_in_threads=self.in_threads,
+            sync_in_threads=self.run_in == "thread",
         )

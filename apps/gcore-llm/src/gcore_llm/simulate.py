@@ -1,12 +1,15 @@
 """`gcore-llm simulate`: the program of `train` in simulated time, with the records of a run or with figures alone."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal
 
-from gcore_llm.config import SimulatedConfig, TrainConfig, TrainerConfig
+import tyro
+
+from gcore_llm.config import TrainConfig, TrainerConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
@@ -38,10 +41,10 @@ from gcore_runs.simulation.config import SimConfig, SimulateConfig
 from gcore_runs.simulation.fit import MeasuredRun, measured_run
 from gcore_runs.simulation.tokens import (
     Replay,
-    SampleNames,
     SimulatedTokens,
     coarse_prompts,
     coarse_workload,
+    decode_sample_name,
     drawn_prompts,
 )
 from gcore_trainer import ParallelConfig
@@ -69,6 +72,21 @@ _SETTINGS = {
 """For settings of simulate, those of train."""
 
 _LENGTHS = [_SETTINGS[name] for name in SimulateConfig.lengths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConfig(TrainConfig):
+    """The settings of train, and the cluster on which `gcore-llm simulate train` simulates a run of them."""
+
+    is_simulated: ClassVar[bool] = True
+
+    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
+    """Which command made the run; for its report."""
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sim.check("sim.", self.controllers)
 
 
 def parse_simulate(args: Sequence[str]) -> SimulateConfig:
@@ -161,7 +179,7 @@ def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> Simulated
         modality=SimulatedTokens(sim, workload, seed=config.seed, flops=flops, replay=replay),
         n=config.rollout.n,
         roles=Roles,
-        services=partial(SamplingRoles, tokenizer=SampleNames()),
+        services=partial(SamplingRoles, tokenizer=SimpleNamespace(decode=decode_sample_name)),
         has_signal=replay and replay.has_signal,
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.loaded import Progress, no_progress
+from gcore_llm.data.large_prompts import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.preparation import sample_flops, workload_of
@@ -43,7 +43,6 @@ from gcore_runs import (
     RunResult,
     Supervisor,
     UserError,
-    best_step,
     build_tokenizer,
     check_model,
     eos_token_ids,
@@ -54,6 +53,7 @@ from gcore_runs import (
     with_adapter,
 )
 from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers
+from gcore_runs.loop.best import best_step
 from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import merge_lora, read_adapters
 
@@ -196,7 +196,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
             )
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(
-            f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder"
+            f"rollout.engine_options.weights_dir is {rollout.weights_dir!r}; expected an existing folder"
         )
     if config.runtime == "inline":
         # On a cluster it is a file of the nodes.
@@ -260,18 +260,14 @@ async def _start_inline(
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
-    try:
-        return await start_inline_backend(
-            config,
-            shared=SamplingRoles(policy=policy, devices=devices, **scoring),
-            judges=judges,
-            roles=Roles,
-            start_trainer=partial(start_trainer, config, model, run.checkpoints),
-            close=policy.close,
-        )
-    except BaseException:
-        await policy.close()
-        raise
+    return await start_inline_backend(
+        config,
+        shared=SamplingRoles(policy=policy, devices=devices, **scoring),
+        judges=judges,
+        roles=Roles,
+        start_trainer=partial(start_trainer, config, model, run.checkpoints),
+        close=policy.close,
+    )
 
 
 async def _start_on_ray(
@@ -389,7 +385,7 @@ async def finished_policy(
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(
-            config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir="")
+            config, rollout=replace(config.rollout, engine="hf", urls=(), engine_options={})
         )
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     lora = config.actor.lora

@@ -18,33 +18,25 @@ from .host_memory import (
 from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,
-    check_safetensors as check_safetensors,
     columns as columns,
     count_parameters as count_parameters,
     eos_token_ids as eos_token_ids,
-    held_out_places as held_out_places,
     hold_out as hold_out,
     image_sources as image_sources,
     max_sequence_length as max_sequence_length,
     mix_sets as mix_sets,
     model_folder as model_folder,
     open_rows as open_rows,
-    read_lines as read_lines,
 )
 from .logs import (
-    logs_of as logs_of,
     one_line as one_line,
 )
-from .loop.best import best_step as best_step
 from .loop.recorder import (
     STAGE_CELLS as STAGE_CELLS,
-    STAGES as STAGES,
     BaseRunRecorder as BaseRunRecorder,
     Cell as Cell,
     Display as Display,
     RunJob as RunJob,
-    Stop as Stop,
-    format_metric as format_metric,
 )
 from .loop.supervisor import (
     RunResult as RunResult,
@@ -52,7 +44,7 @@ from .loop.supervisor import (
     start_inline_backend as start_inline_backend,
 )
 from .report.page import render_report as render_report
-from .report.run import Kind as Kind, Signal as Signal
+from .report.run import Kind as Kind
 from .run_folder import (
     RunFolder as RunFolder,
     append_json as append_json,
@@ -64,7 +56,6 @@ from .run_folder import (
 from .settings.checks import (
     ABOVE_0 as ABOVE_0,
     EXISTING_FOLDER as EXISTING_FOLDER,
-    IS_SET as IS_SET,
     IS_TRUE as IS_TRUE,
     Amount as Amount,
     Bound as Bound,
@@ -81,7 +72,6 @@ from .settings.checks import (
     convert_value as convert_value,
     multiple_of as multiple_of,
     one_of as one_of,
-    override as override,
 )
 from .settings.parsing import (
     convert_settings as convert_settings,
@@ -89,12 +79,12 @@ from .settings.parsing import (
     merge as merge,
     parse as parse,
     parse_arguments as parse_arguments,
-    parse_over as parse_over,
     to_toml as to_toml,
 )
 from .settings.resources import (
     is_hub_model as is_hub_model,
     resolve as resolve,
+    with_adapter as with_adapter,
 )
 from .settings.run_config import (
     BaseRLConfig as BaseRLConfig,
@@ -104,14 +94,13 @@ from .settings.sections import (
     BACKEND_SETTINGS as BACKEND_SETTINGS,
     BEST_SETTINGS as BEST_SETTINGS,
     AdapterSettings as AdapterSettings,
-    BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseDataConfig as BaseDataConfig,
-    PlacementConfig as PlacementConfig,
+    BaseOptimConfig as BaseOptimConfig,
+    BaseRolloutConfig as BaseRolloutConfig,
     RanksConfig as RanksConfig,
     RLTrainerConfig as RLTrainerConfig,
     adapter_settings as adapter_settings,
-    optimizer_settings as optimizer_settings,
-    with_adapter as with_adapter,
+    schedule_settings as schedule_settings,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

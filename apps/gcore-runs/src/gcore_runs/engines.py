@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SLEEP_MODE = "enable_sleep_mode"
 _TENSOR_PARALLEL = "tensor_parallel_size"
-_SERVER_PYTHON = "server_python"
 DRAFT_MODEL = "rollout.engine_options.speculative_config.model"
 """The setting of a draft model."""
 
@@ -184,13 +183,11 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
 
 
 def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, Any]:
-    """Return the options with which an engine is started on several devices, by a server, and one that is to sleep."""
+    """Return the options with which an engine is started on several devices, and one that is to sleep."""
     accepted = settings.kind.own_options
     options: dict[str, Any] = {}
     if config.engines_sleep and _SLEEP_MODE in accepted:
         options[_SLEEP_MODE] = True
-    if _SERVER_PYTHON in accepted:
-        options[_SERVER_PYTHON] = settings.server_python
     if settings.tensor_parallel_size > 1:
         options[_TENSOR_PARALLEL] = settings.tensor_parallel_size
     return options

@@ -13,13 +13,6 @@ class UnpicklableValueError(ControllerError, TypeError):
     """A value cannot be sent to another process."""
 
 
-class MissingExtraError(ControllerError, ImportError):
-    """An optional dependency is not installed; the message holds the install command."""
-
-    def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module!r} is not installed: pip install 'gcore-controller[{extra}]'")
-
-
 class ClusterError(ControllerError):
     """A cluster lacks the capacity for a run."""
 
@@ -38,3 +31,8 @@ class RankCodeError(ControllerError):
 
 class StuckError(ControllerError):
     """A simulated run waits for something that never happens."""
+
+
+def make_extra_error(module: str, extra: str) -> ControllerError:
+    """Return the error for an optional dependency that is not installed, with the install command."""
+    return ControllerError(f"{module!r} is not installed: pip install 'gcore-controller[{extra}]'")

@@ -23,7 +23,7 @@ from .device_map import (
     engine_order as engine_order,
     map_devices as map_devices,
 )
-from .errors import MissingExtraError as MissingExtraError, PlacementError as PlacementError
+from .errors import PlacementError as PlacementError
 from .forecast import (
     Correction as Correction,
     Forecast as Forecast,

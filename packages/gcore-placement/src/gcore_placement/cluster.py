@@ -9,7 +9,7 @@ from gcore_placement.errors import refusal
 from gcore_placement.quantities import (
     Above0,
     Amount,
-    Checked,
+    CheckedQuantities,
     Floats,
     Positive,
     Share,
@@ -122,7 +122,7 @@ through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Checked):
+class Cluster(CheckedQuantities):
     """Devices of one kind in nodes.
 
     Example:
@@ -160,7 +160,7 @@ class Cluster(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Efficiency(Checked):
+class Efficiency(CheckedQuantities):
     """The shares of their data sheets that devices reach, and the overheads of programs.
 
     The defaults are common values: Megatron trains at 40 to 50 % of the peak (arXiv 2104.04473 and the tables

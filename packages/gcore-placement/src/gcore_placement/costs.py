@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from gcore_placement.quantities import Amount, Checked, Floats, Positive
+from gcore_placement.quantities import Amount, CheckedQuantities, Floats, Positive
 
 Number = TypeVar("Number", float, Floats)
 Costs = TypeVar("Costs")
@@ -31,7 +31,7 @@ def _at(laws: object, index: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCosts(Checked):
+class EngineCosts(CheckedQuantities):
     """One replica that generates by continuous batching: of the policy, or of a generative judge.
 
     A decoding step gives each of B running sequences, which hold C tokens of context together, one token, and takes
@@ -95,7 +95,7 @@ class EngineLaws:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingCosts(Checked):
+class TrainingCosts(CheckedQuantities):
     """Preparation and training, which all devices of the job do together; see `forecast.training_seconds`.
 
     Example:
@@ -135,7 +135,7 @@ class TrainingLaws:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwapCosts(Checked):
+class SwapCosts(CheckedQuantities):
     """The seconds of a device's change of role.
 
     G-Core (arXiv 2507.22789, section 1) reports 30 to 60 s for a 32B model where roles take turns.

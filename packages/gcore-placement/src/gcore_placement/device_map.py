@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from gcore_placement.cluster import Cluster
 from gcore_placement.errors import refusal
 from gcore_placement.planning.layouts import TrainingLayout
-from gcore_placement.quantities import Checked, Positive
+from gcore_placement.quantities import CheckedQuantities, Positive
 
 Place = TypeVar("Place")
 MappedRole = Literal["policy engine", "judge", "reward model", "training rank", "lent engine"]
@@ -30,7 +30,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleSizes(Checked):
+class RoleSizes(CheckedQuantities):
     """The processes of a run that have devices; controllers have none.
 
     Example:

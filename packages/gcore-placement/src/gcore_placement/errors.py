@@ -9,13 +9,6 @@ class PlacementError(ValueError):
     """Wrong input; the message has the form `FIELD is VALUE; expected ACCEPTED`."""
 
 
-class MissingExtraError(PlacementError, ImportError):
-    """An optional dependency is not installed; the message holds the install command."""
-
-    def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module!r} is not installed: pip install 'gcore-placement[{extra}]'")
-
-
 def refusal(field: str, value: object, accepted: str) -> PlacementError:
     """Return the error for a field whose value is not accepted: `FIELD is VALUE; expected ACCEPTED`."""
     return PlacementError(f"{field} is {value!r}; expected {accepted}")
@@ -35,3 +28,8 @@ def read_json(
     if not isinstance(contents, dict):
         raise PlacementError(f"{file} is a JSON {type(contents).__name__}; expected an object")
     return contents
+
+
+def make_extra_error(module: str, extra: str) -> PlacementError:
+    """Return the error for an optional dependency that is not installed, with the install command."""
+    return PlacementError(f"{module!r} is not installed: pip install 'gcore-placement[{extra}]'")

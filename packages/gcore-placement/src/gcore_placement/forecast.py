@@ -21,7 +21,7 @@ from gcore_placement.errors import PlacementError, read_json, refusal
 from gcore_placement.quantities import (
     Above0,
     Amount,
-    Checked,
+    CheckedQuantities,
     Floats,
     Lengths,
     Positive,
@@ -44,7 +44,7 @@ Training = TypeVar("Training", TrainingCosts, TrainingLaws)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job(Checked):
+class Job(CheckedQuantities):
     """The mean work of a step. Raises PlacementError where a number is out of its bounds, or a judge has no lengths.
 
     Example:
@@ -312,7 +312,7 @@ def waves_seconds(
 
 
 @dataclass(kw_only=True, eq=False)
-class Correction(Checked):
+class Correction(CheckedQuantities):
     """Factors by which measured seconds exceed predicted ones, stage by stage.
 
     A factor is the weighted median of the last ratios of measured to predicted seconds; a ratio's weight halves every

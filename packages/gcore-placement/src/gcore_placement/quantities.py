@@ -96,7 +96,7 @@ Share = Annotated[float, check_share]
 Amount = Annotated[float, check_amount]
 
 
-class Checked:
+class CheckedQuantities:
     """A dataclass that checks each field of type `Positive`, `Above0`, `Share` or `Amount`."""
 
     def __post_init__(self) -> None:

@@ -106,14 +106,13 @@ from .engines.vllm.process import (
 )
 from .errors import (
     EngineDiedError as EngineDiedError,
+    EngineModelError as EngineModelError,
     EngineStartError as EngineStartError,
-    MissingExtraError as MissingExtraError,
     NoScoreError as NoScoreError,
     RequestError as RequestError,
     RewardConfigError as RewardConfigError,
     RewardError as RewardError,
     RolloutError as RolloutError,
-    UnsupportedModelError as UnsupportedModelError,
     WrongWeightsError as WrongWeightsError,
 )
 from .generation import (

@@ -5,18 +5,11 @@ class RolloutError(Exception):
     """Base of this package's errors."""
 
 
-class MissingExtraError(RolloutError, ImportError):
-    """An optional dependency is not installed; the message holds the install command."""
-
-    def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module!r} is not installed: pip install 'gcore-rollout[{extra}]'")
-
-
 class RequestError(RolloutError, ValueError):
     """A request cannot be served: its prompt is empty or too long, or a limit is out of range."""
 
 
-class UnsupportedModelError(RolloutError, ValueError):
+class EngineModelError(RolloutError, ValueError):
     """The engine cannot run this model's architecture."""
 
 
@@ -92,3 +85,8 @@ class WrongWeightsError(RolloutError):
     def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.tensors = tensors
+
+
+def make_extra_error(module: str, extra: str) -> RolloutError:
+    """Return the error for an optional dependency that is not installed, with the install command."""
+    return RolloutError(f"{module!r} is not installed: pip install 'gcore-rollout[{extra}]'")

@@ -65,7 +65,6 @@ from .diffusion.trainer import (
 from .errors import (
     BatchError as BatchError,
     ConfigError as ConfigError,
-    MissingExtraError as MissingExtraError,
     StateError as StateError,
     TrainerError as TrainerError,
     UnsupportedModelError as UnsupportedModelError,

@@ -92,7 +92,7 @@ def has_dual_clip(loss_mode: str) -> bool:
     return getattr(POLICY_LOSSES.load(loss_mode), "has_dual_clip", False)
 
 
-class Bound(NamedTuple):
+class ConfigBound(NamedTuple):
     """A check of a setting, with a text that says which values it accepts."""
 
     holds: Callable[[Any], bool]
@@ -109,25 +109,25 @@ def require(field: str, value: object, holds: bool, accepted: str) -> None:
         raise ConfigError(f"{field} is {value!r}; expected {accepted}")
 
 
-ABOVE_ZERO = Bound(lambda v: 0 < v < math.inf, "a finite number above 0")
-NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "a finite number, 0 or more")
-BELOW_ONE = Bound(lambda v: 0 <= v < 1, "a number in [0, 1)")
-AT_LEAST_0 = Bound(lambda v: v >= 0, "0 or more")
-AT_LEAST_1 = Bound(lambda v: v >= 1, "1 or more")
-_MORE_THAN_0 = Bound(lambda v: v > 0, "above 0")
-_VETO = Bound(lambda v: v is None or 0 < v < 1, "a number in (0, 1), or none")
-_RATE = Bound(lambda v: v is None or 0 < v < math.inf, "a finite number above 0, or none")
-_BETAS = Bound(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two in [0, 1)")
+ABOVE_ZERO = ConfigBound(lambda v: 0 < v < math.inf, "a finite number above 0")
+NOT_NEGATIVE = ConfigBound(lambda v: 0 <= v < math.inf, "a finite number, 0 or more")
+BELOW_ONE = ConfigBound(lambda v: 0 <= v < 1, "a number in [0, 1)")
+AT_LEAST_0 = ConfigBound(lambda v: v >= 0, "0 or more")
+AT_LEAST_1 = ConfigBound(lambda v: v >= 1, "1 or more")
+_MORE_THAN_0 = ConfigBound(lambda v: v > 0, "above 0")
+_VETO = ConfigBound(lambda v: v is None or 0 < v < 1, "a number in (0, 1), or none")
+_RATE = ConfigBound(lambda v: v is None or 0 < v < math.inf, "a finite number above 0, or none")
+_BETAS = ConfigBound(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two in [0, 1)")
 
 Count = Annotated[int, AT_LEAST_1]
 AboveZero = Annotated[float, ABOVE_ZERO]
 NotNegative = Annotated[float, NOT_NEGATIVE]
-Fraction = Annotated[float, Bound(lambda v: 0 <= v <= 1, "a number in [0, 1]")]
-_Length = Annotated[int | None, Bound(lambda v: v is None or v >= 1, "1 or more")]
+Fraction = Annotated[float, ConfigBound(lambda v: 0 <= v <= 1, "a number in [0, 1]")]
+_Length = Annotated[int | None, ConfigBound(lambda v: v is None or v >= 1, "1 or more")]
 
 
-class Checked:
-    """A dataclass that checks its settings against their types: a ``Literal``, or ``Annotated`` with a `Bound`."""
+class CheckedConfig:
+    """A dataclass that checks settings against their types: a ``Literal``, or ``Annotated`` with a `ConfigBound`."""
 
     def __post_init__(self) -> None:
         for name, bound in _bounds(type(self)):
@@ -135,9 +135,9 @@ class Checked:
 
 
 @cache
-def _bounds(config_class: Any) -> list[tuple[str, Bound]]:
+def _bounds(config_class: Any) -> list[tuple[str, ConfigBound]]:
     """Return the name of each bounded field, with its bound."""
-    bounds: list[tuple[str, Bound]] = []
+    bounds: list[tuple[str, ConfigBound]] = []
     for field in fields(config_class):
         bounds += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
         members = get_args(field.type)
@@ -152,12 +152,12 @@ def _bounds(config_class: Any) -> list[tuple[str, Bound]]:
             if NoneType in members:
                 choices.append(None)
                 accepted += ", or none"
-            bounds.append((field.name, Bound(choices.__contains__, accepted)))
+            bounds.append((field.name, ConfigBound(choices.__contains__, accepted)))
     return bounds
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Checked):
+class OptimizerConfig(CheckedConfig):
     """AdamW or Muon with gradient clipping, and a rate that warms up and then stays or decays.
 
     Example:
@@ -196,7 +196,7 @@ class OptimizerConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig(Checked):
+class AdvantageConfig(CheckedConfig):
     """The settings that advantage estimators read.
 
     Example:
@@ -213,7 +213,7 @@ class AdvantageConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongConfig(Checked):
+class OverlongConfig(CheckedConfig):
     """Scoring and training of responses that reach or come close to data.max-response-length.
 
     Example:
@@ -230,7 +230,7 @@ class OverlongConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLControlConfig(Checked):
+class KLControlConfig(CheckedConfig):
     """The KL penalty in the reward.
 
     Example:
@@ -258,7 +258,7 @@ class KLControlConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig(Checked):
+class RolloutCorrectionConfig(CheckedConfig):
     """The correction of a batch; with the defaults the mismatch is only measured.
 
     Example:
@@ -337,7 +337,7 @@ class RolloutCorrectionConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig(Checked):
+class PolicyLossConfig(CheckedConfig):
     """The policy's loss. Names and meanings are verl's.
 
     Example:
@@ -353,7 +353,7 @@ class PolicyLossConfig(Checked):
     clip_ratio_high: Annotated[float, AT_LEAST_0] = 0.28
     """The ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher)."""
     clip_ratio_c: Annotated[
-        float | None, Bound(lambda v: v is None or v > 1, "above 1, or None")
+        float | None, ConfigBound(lambda v: v is None or v > 1, "above 1, or None")
     ] = None
     """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
     tau_pos: AboveZero = 1.0
@@ -378,7 +378,7 @@ class PolicyLossConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLossConfig(Checked):
+class ValueLossConfig(CheckedConfig):
     """The critic's loss.
 
     Example:
@@ -395,7 +395,7 @@ class ValueLossConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig(Checked):
+class DPOConfig(CheckedConfig):
     """Direct preference optimisation.
 
     Example:
@@ -407,12 +407,14 @@ class DPOConfig(Checked):
     """Strength of the pull to the reference policy."""
     loss_type: DPOLossType = "sigmoid"
     """DPO's logistic loss (sigmoid), IPO's squared one (ipo), SLiC's (hinge)."""
-    label_smoothing: Annotated[float, Bound(lambda v: 0 <= v < 0.5, "a number in [0, 0.5)")] = 0.0
+    label_smoothing: Annotated[
+        float, ConfigBound(lambda v: 0 <= v < 0.5, "a number in [0, 0.5)")
+    ] = 0.0
     """Assumed fraction of pairs with swapped labels, in sigmoid."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelLossConfig(Checked):
+class RewardModelLossConfig(CheckedConfig):
     """Bradley-Terry training of a reward model.
 
     Example:
@@ -431,7 +433,7 @@ _VPP = "virtual_pipeline_model_parallel_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Checked):
+class ParallelConfig(CheckedConfig):
     """Sizes under verl's and Megatron's names; the data-parallel size follows from the world size.
 
     Example:
@@ -511,7 +513,7 @@ class ParallelConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig(Checked):
+class MegatronConfig(CheckedConfig):
     """Performance settings of Megatron-Core, which reading them does not need; results stay the same up to rounding.
 
     Other fusions of Megatron-Core are off. Of masked softmax and cross-entropy there is nothing to fuse: attention and

@@ -17,15 +17,15 @@ class UnsupportedModelError(TrainerError, ValueError):
     """The backend cannot run this model's architecture."""
 
 
-class MissingExtraError(TrainerError, ImportError):
-    """An optional dependency is not installed; the message holds the install command, and the setting that needs it."""
-
-    def __init__(self, module: str, extra: str, setting: str = "") -> None:
-        needed = f"{setting}, and " if setting else ""
-        super().__init__(
-            f"{needed}{module!r} is not installed: pip install 'gcore-trainer[{extra}]'"
-        )
 
 
 class StateError(TrainerError, ValueError):
     """A saved state does not fit this trainer."""
+
+
+def make_extra_error(module: str, extra: str, setting: str = "") -> TrainerError:
+    """Return the error for an optional dependency that is not installed, with the install command and the setting."""
+    needed = f"{setting}, and " if setting else ""
+    return TrainerError(
+        f"{needed}{module!r} is not installed: pip install 'gcore-trainer[{extra}]'"
+    )

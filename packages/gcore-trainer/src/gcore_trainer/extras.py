@@ -10,7 +10,7 @@ def check_extras(*, optimizer_names: Iterable[str]) -> None:
         optimizer_names: `OptimizerConfig.name` of each model in training.
 
     Raises:
-        MissingExtraError: one is not installed.
+        TrainerError: one is not installed.
     """
     if "adamw_8bit" in optimizer_names:
         from gcore_trainer.torch.optimizer import quantised_kernels

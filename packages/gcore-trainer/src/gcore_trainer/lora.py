@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from gcore_trainer.errors import ConfigError, MissingExtraError
+from gcore_trainer.errors import ConfigError, make_extra_error
 from gcore_trainer.lora_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, LoRAConfig
 
 TRAINED = "default"
@@ -43,7 +43,7 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> N
     Raises:
         ConfigError: the model has no such layers, they are not linear ones, or the adapters in ``config.path`` are of
             another model.
-        MissingExtraError: peft is not installed.
+        TrainerError: peft is not installed.
     """
     # peft imports bitsandbytes, which logs that a package of kernels for 4-bit weights is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
@@ -51,7 +51,7 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> N
         import peft
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
-        raise MissingExtraError("peft", "lora") from None
+        raise make_extra_error("peft", "lora") from None
     names = config.target_modules
     targets = list(names)
     output = None

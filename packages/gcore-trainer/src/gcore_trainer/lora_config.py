@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from gcore_trainer.config import Bound, Checked, Count
+from gcore_trainer.config import CheckedConfig, ConfigBound, Count
 from gcore_trainer.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -33,7 +33,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig(Checked):
+class LoRAConfig(CheckedConfig):
     """Low-rank adapters instead of full fine-tuning.
 
     Example:
@@ -45,7 +45,9 @@ class LoRAConfig(Checked):
     """Rank of each adapter's matrices."""
     alpha: Count = 32
     """An adapter's output is scaled by alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Bound(bool, "at least one name")] = ("all-linear",)
+    target_modules: Annotated[tuple[str, ...], ConfigBound(bool, "at least one name")] = (
+        "all-linear",
+    )
     """Names of the layers that get one, such as q_proj; all-linear: all but the head."""
     use_rslora: bool = False
     """An adapter's output is scaled by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""

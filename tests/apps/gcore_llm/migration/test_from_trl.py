@@ -167,7 +167,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("use_vllm=True",),
         {
             "rollout.engine": "vllm",
-            "rollout.gpu_memory_utilization": 0.3,
+            "rollout.engine_options": {"gpu_memory_utilization": 0.3},
             "algorithm.old_log_probs": "trainer",
             "algorithm.rollout_correction.rollout_is": "sequence",
             "algorithm.rollout_correction.rollout_is_threshold": 3.0,

@@ -55,7 +55,7 @@ def test_a_script_of_their_examples() -> None:
         "rollout.n": 5,
         "rollout.tensor_parallel_size": 2,
         "rollout.num_processes": 4,
-        "rollout.gpu_memory_utilization": 0.6,
+        "rollout.engine_options": {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192},
         "runtime": "ray",
         "trainer.num_processes": 8,
         "trainer.save_freq": 20,
@@ -455,7 +455,8 @@ def test_keys_need_not_be_text(tmp_path: Path) -> None:
 
 def test_a_number_may_be_written_as_text() -> None:
     converted = from_verl(N8, f"{ROLLOUT}.max_num_batched_tokens='4096'")
-    assert settings(converted)["rollout.engine_options"] == {"max_num_batched_tokens": 4096}
+    options = settings(converted)["rollout.engine_options"]
+    assert options == {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 4096}
 
 
 MISSING = {
@@ -498,6 +499,7 @@ def test_arguments_of_vllm() -> None:
     )
     conversion = from_verl(N8, *(f"{ROLLOUT}.{option}" for option in options))
     expected = {
+        "gpu_memory_utilization": 0.5,
         "max_num_batched_tokens": 8192,
         "enable_expert_parallel": True,
         "quantization": "fp8",

@@ -248,7 +248,7 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
     if window is not None and config.algorithm.name != "reward_gradient":
         first, end = window
         num_windows = end - first - rollout.window_size + 1
-        if rollout.window_schedule == "sliding":
+        if rollout.window_steps:
             start = first + ((step - 1) // rollout.window_steps) % num_windows
         else:
             start = first + int(

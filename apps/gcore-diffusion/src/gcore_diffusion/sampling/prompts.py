@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from gcore_diffusion.config import DiffusionDataConfig
 from gcore_rollout import RequestError, RolloutError, check_text, decode_image, read_image
-from gcore_runs import UserError, columns, hold_out, image_sources, mix_sets, open_rows, read_lines
+from gcore_runs import (
+    UserError,
+    columns,
+    hold_out,
+    image_sources,
+    mix_sets,
+    open_rows,
+)
+from gcore_runs.inputs import read_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from gcore_rollout import (
     ColourReward,
     DiffusersEngine,
     Engine,
+    EngineModelError,
     FrameReward,
     ImageCompositeReward,
     ImageJudgeReward,
     ImageRewardKind,
     ImageRewardSettings,
     RequestError,
-    UnsupportedModelError,
     VisionProcessor,
     build_image_reward,
     engine_factory,
@@ -245,7 +245,7 @@ def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     path, tokenizer = judge_model(config)
     try:
         vision = VisionProcessor.from_pretrained(path)
-    except UnsupportedModelError as error:
+    except EngineModelError as error:
         raise UserError(f"reward.path is {str(path)!r}: {error}") from None
 
     def encode(question: str) -> list[int]:

@@ -1,14 +1,14 @@
-"""Prompts of large data sets: rendered and tokenized when they are read; those that are too long are found before."""
+"""The prompts of a file; those of a large data set are rendered and tokenized when they are read."""
 
 import string
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.data.loaded import LoadedPrompts, Progress
 from gcore_llm.sections import DataConfig
 from gcore_rollout import Prompt
 from gcore_runs import RowSource, UserError
@@ -19,6 +19,26 @@ from gcore_runs.data.rows import LazySequence
 MakePrompts = Callable[[RowSource, Sequence[int]], list[Prompt]]
 """Returns the prompts of some rows, by their numbers."""
 _BATCH_ROWS = 1000
+Progress = Callable[[str, int, int], None]
+"""Called with the name of long work, and with how much of how much of it is done."""
+
+
+def no_progress(name: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPrompts:
+    """The prompts of one file that have at most data.max_prompt_length tokens."""
+
+    prompts: Sequence[Prompt]
+    """A list, or of a large file `LargePrompts`."""
+    num_too_long: int
+    """Number of the others."""
+    longest: int
+    """Tokens of the longest prompt that was kept."""
+    shortest: int
+    """Tokens of the shortest one of all."""
 
 
 class LargePrompts(LazySequence[Prompt]):

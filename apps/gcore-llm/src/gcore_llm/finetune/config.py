@@ -5,11 +5,10 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from gcore_llm.sections import AdapterConfig, ChatDataConfig, TaskConfig
+from gcore_llm.sections import ActorOptimConfig, AdapterConfig, ChatDataConfig, TaskConfig
 from gcore_runs import (
     BACKEND_SETTINGS,
     Bound,
-    Checked,
     Count,
     Fraction,
     NonNegative,
@@ -20,20 +19,19 @@ from gcore_runs import (
     adapter_settings,
     at_least,
     one_of,
-    optimizer_settings,
+    schedule_settings,
 )
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import (
     DPOConfig,
     LRSchedulerType,
     OptimizerConfig,
-    OptimizerName,
     RewardModelLossConfig,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(Checked, section="optim"):
+class OptimConfig(ActorOptimConfig):
     """AdamW or Muon, and a rate that warms up and then stays or decays to the run's end.
 
     Example:
@@ -42,27 +40,12 @@ class OptimConfig(Checked, section="optim"):
         20
     """
 
-    name: OptimizerName = "adamw"
-    """adamw_8bit: its two moments in 8 bits each, which is 2 bytes a parameter instead of 8; needs bitsandbytes. muon:
-    the matrices of hidden layers by Muon, with one moment; embeddings, head, norms and biases by AdamW."""
-    lr: float = 1e-5
+    lr: Positive = 1e-5
     """Learning rate."""
-    muon_lr: float | None = None
-    """Muon's rate; none: lr, which fits because its updates are scaled to the size of AdamW's."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the moments."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    lr_warmup_steps: int = 0
-    """Steps over which the rate rises linearly; alternatively, lr-warmup-steps-ratio."""
     lr_warmup_steps_ratio: Fraction = 0.0
     """Share of the run over which the rate rises linearly, if lr-warmup-steps is 0."""
     lr_scheduler_type: LRSchedulerType = "cosine"
     """After the warm-up, the rate stays (constant), or falls until the run's last step (linear, cosine)."""
-    min_lr_ratio: float = 0.0
-    """Share of the rate that is left at the last step, in linear and cosine."""
-    grad_clip: float = 1.0
-    """Largest global gradient norm; a larger one is scaled down to it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,8 +54,6 @@ class OptimConfig(Checked, section="optim"):
                 f"optim.lr_warmup_steps_ratio is {self.lr_warmup_steps_ratio}; expected 0 with optim.lr_warmup_steps "
                 f"{self.lr_warmup_steps}"
             )
-        # Its own checks: bounds do not depend on how long the run is.
-        self.build(total_training_steps=1)
 
     def build(self, *, total_training_steps: int) -> OptimizerConfig:
         """Return the trainer's settings for a run of this many steps."""
@@ -144,7 +125,8 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
     )
     read_with: ClassVar[tuple[ReadWith, ...]] = (
         adapter_settings("", "export_merged"),
-        *optimizer_settings("optim"),
+        ReadWith(settings=("optim.muon_lr",), chosen_by={"optim.name": one_of("muon")}),
+        schedule_settings("optim"),
         *BACKEND_SETTINGS,
     )
     rows_are_pairs: ClassVar[bool] = False

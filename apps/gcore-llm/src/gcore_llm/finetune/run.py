@@ -24,8 +24,15 @@ from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.sections import drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import RunResult, Stop, Supervisor, mix_sets, model_folder, with_adapter
+from gcore_runs import (
+    RunResult,
+    Supervisor,
+    mix_sets,
+    model_folder,
+    with_adapter,
+)
 from gcore_runs.errors import UserError
+from gcore_runs.loop.recorder import Stop
 from gcore_runs.run_folder import MetricsWriter, write_atomically
 from gcore_runs.settings.resources import resolve
 from gcore_trainer import MicroBatch, Sample, TokenScores, check_extras

@@ -7,7 +7,6 @@ from typing import Literal
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job
-from gcore_llm.learning.device_places import engine_gpus, training_gpus
 from gcore_llm.learning.preparation import workload_of
 from gcore_placement import (
     STRATEGIES,
@@ -20,6 +19,7 @@ from gcore_placement import (
     Resident,
     TrainingLayout,
     TrainingState,
+    engine_order,
     plan_device,
 )
 from gcore_runs import UserError, available_host_bytes, count_parameters, model_folder
@@ -121,19 +121,15 @@ def choose_checkpointing(
     if actor.enable_gradient_checkpointing != "auto":
         return config, plan_memory(config, model, device)
     num_layers = 1
-    if config.trainer.backend != "megatron" and actor.checkpointed_layers == 1:
+    if config.trainer.backend != "megatron":
         num_layers = shape_of(model).workload.num_hidden_layers
     counts = {-(-num_layers * part // _PARTS) for part in range(_PARTS)}
 
     def plan_layers(count: int) -> tuple[TrainConfig, DevicePlan]:
-        share = count / num_layers
-        if count == 0:
-            share = 1.0
-        elif count == num_layers:
-            share = actor.checkpointed_layers
-        new_actor = replace(
-            actor, enable_gradient_checkpointing=count > 0, checkpointed_layers=share
-        )
+        share: bool | float = count / num_layers
+        if count in (0, num_layers):
+            share = count > 0
+        new_actor = replace(actor, enable_gradient_checkpointing=share)
         new_config = replace(config, actor=new_actor)
         return new_config, plan_memory(new_config, model, device)
 
@@ -171,16 +167,13 @@ def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
-    if (
-        "gpu_memory_utilization" in rollout.kind.own_options
-        and rollout.gpu_memory_utilization is None
-    ):
-        rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
-    if "kv_cache_bytes" in rollout.kind.engine_options:
-        rollout = replace(
-            rollout,
-            engine_options={"kv_cache_bytes": plan.kv_cache_bytes, **rollout.engine_options},
-        )
+    planned_options = {
+        "gpu_memory_utilization": plan.gpu_memory_utilization,
+        "kv_cache_bytes": plan.kv_cache_bytes,
+    }
+    for name in planned_options.keys() & rollout.kind.engine_options:
+        options = {name: planned_options[name], **rollout.engine_options}
+        rollout = replace(rollout, engine_options=options)
     return replace(config, rollout=rollout)
 
 
@@ -201,6 +194,35 @@ def _shares_gpu(config: TrainConfig) -> bool:
     num_processes = config.rollout.num_processes * config.rollout.tensor_parallel_size
     engines = engine_gpus(count, num_processes, ranks, takes_turns=config.rollout.colocated is True)
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
+
+
+def training_gpus(config: TrainConfig, count: int) -> set[int]:
+    """Return the numbers of the GPUs, of ``count``, that the models in training are on."""
+    trainer = config.trainer
+    if trainer.num_processes == 1 and trainer.backend == "torch":
+        _, _, number = config.device.partition(":")
+        return {int(number or 0)}
+    return {rank % count for rank in range(trainer.num_processes)}
+
+
+def engine_gpus(
+    count: int,
+    num_engines: int,
+    training: Collection[int],
+    *,
+    takes_turns: bool = False,
+    first: int = 0,
+) -> list[int]:
+    """Return the number of the GPU of each of ``num_engines`` processes, of ``count``; see `engine_order`.
+
+    Where processes are more than GPUs, they start again with the first one.
+
+    Args:
+        training: numbers of the GPUs with training ranks.
+        first: processes of other engines that were placed before by the same rule.
+    """
+    order = engine_order(range(count), training, takes_turns=takes_turns)
+    return [order[i % count] for i in range(first, first + num_engines)]
 
 
 def check_fits(
@@ -274,7 +296,7 @@ def summarize_plan(plan: DevicePlan, device: Device) -> list[str]:
 def describe_checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
     """Return a line with the layers that gradient checkpointing which was auto computes again, if there are any."""
     actor = config.actor
-    if not is_auto or actor.enable_gradient_checkpointing is not True:
+    if not is_auto or actor.has_checkpointing is not True:
         return []
     return [
         f"gradient checkpointing of {actor.checkpointed_layers:.0%} of the layers, as few as fit "
@@ -339,7 +361,7 @@ def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     trainer = config.trainer
     parallel = trainer.parallel
     is_megatron = trainer.backend == "megatron"
-    is_checkpointed = config.actor.enable_gradient_checkpointing
+    is_checkpointed = config.actor.has_checkpointing
     if is_megatron and trainer.megatron_config.recompute_granularity != "auto":
         is_checkpointed = trainer.megatron_config.recompute_granularity == "full"
     elif is_checkpointed == "auto":

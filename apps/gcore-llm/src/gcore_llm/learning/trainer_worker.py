@@ -11,6 +11,7 @@ import gcore_trainer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
+from gcore_llm.sections import ActorOptimConfig
 from gcore_runs import BaseTrainerWorker, RanksConfig, UserError, model_folder
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import MicroBatch
@@ -32,7 +33,7 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
 
 
 def check_libraries(config: TrainConfig) -> None:
-    """Raise `gcore_trainer.MissingExtraError` if an optional library that training needs is not installed."""
+    """Raise `gcore_trainer.TrainerError` if an optional library that training needs is not installed."""
     names = {config.actor.optim.name}
     if has_critic(config):
         names.add(config.critic_optimizer.name)
@@ -155,9 +156,7 @@ def _model_options(
         "device": config.device,
         "sharded": parallel is not None,
         "compute_dtype": getattr(torch, config.dtype),
-        "gradient_checkpointing": is_checkpointed(
-            config.actor.enable_gradient_checkpointing, config.device
-        ),
+        "gradient_checkpointing": is_checkpointed(config.actor.has_checkpointing, config.device),
         "checkpointed_layers": config.actor.checkpointed_layers,
         "activation_offload": config.actor.activation_offload,
         "max_length": config.data.max_length,
@@ -195,12 +194,12 @@ def _build(
     is_actor = role == "actor"
     objective: gcore_trainer.Objective[Any]
     if is_actor:
-        optimizer = actor.optim
+        optim: ActorOptimConfig = actor.optim
         lora = actor.lora
         longest = actor.loss.max_response_length or config.data.max_response_length
         objective = gcore_trainer.PolicyObjective(replace(actor.loss, max_response_length=longest))
     else:
-        optimizer = config.critic_optimizer
+        optim = config.critic_optimizer
         lora = None
         longest = config.data.max_response_length
         objective = gcore_trainer.ValueObjective(
@@ -208,11 +207,8 @@ def _build(
         )
     temperature = config.rollout.temperature
     batch = config.data.train_batch_size
-    if not optimizer.total_training_steps:
-        updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
-        optimizer = replace(
-            optimizer, total_training_steps=config.trainer.total_training_steps * updates
-        )
+    updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
+    optimizer = optim.build(total_training_steps=config.trainer.total_training_steps * updates)
     if config.trainer.backend == "megatron":
         return gcore_trainer.MegatronTrainer(
             model,
@@ -220,9 +216,7 @@ def _build(
             optimizer=optimizer,
             objective=objective,
             dtype=getattr(torch, config.dtype),
-            megatron=megatron_config(
-                config.trainer, actor.enable_gradient_checkpointing, config.device
-            ),
+            megatron=megatron_config(config.trainer, actor.has_checkpointing, config.device),
             device=torch.device(config.device),
             temperature=temperature,
             lora=lora,

@@ -14,10 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_controller import run_inline
-from gcore_llm.config import OverlongConfig, TrainConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import prepare
 from gcore_rollout import Completion, Group
-from gcore_trainer import BatchTotals, KLController, PolicyObjective, Sample, TokenScores
+from gcore_trainer import (
+    BatchTotals,
+    KLController,
+    OverlongConfig,
+    PolicyObjective,
+    Sample,
+    TokenScores,
+)
 
 NUM_PROMPTS = 4
 _MOST_RESPONSES = 8

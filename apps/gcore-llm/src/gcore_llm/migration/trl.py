@@ -343,7 +343,9 @@ def rollout(c: Conversion) -> None:
     c.put("algorithm.old_log_probs", "trainer", "vllm_importance_sampling_correction")
     if not c.get("use_vllm"):
         return
-    c.copy("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+    c.copy("vllm_tensor_parallel_size")
+    share = "vllm_gpu_memory_utilization"
+    c.put("rollout.engine_options", {"gpu_memory_utilization": c.get(share)}, share)
     mode = c.get("vllm_mode")
     if mode == "server":
         c.notes["vllm_mode"] = "a run starts its engines; rollout.num_processes is how many"

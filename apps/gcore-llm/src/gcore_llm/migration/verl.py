@@ -240,7 +240,6 @@ def rollout(c: Conversion) -> None:
     tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
     gpus_per_engine = int(number_of(c, tensor_size))
     if engine == "vllm":
-        c.copy(f"{ROLLOUT}.gpu_memory_utilization")
         c.put("rollout.tensor_parallel_size", gpus_per_engine, tensor_size)
         _engine_options(c)
     else:
@@ -291,8 +290,10 @@ def _engine_options(c: Conversion) -> None:
     quantization = f"{ROLLOUT}.quantization"
     batched = f"{ROLLOUT}.max_num_batched_tokens"
     tokens = convert_value(batched, c.get(batched), int | None)
+    share = f"{ROLLOUT}.gpu_memory_utilization"
     options: dict[str, Any] = {"max_num_batched_tokens": tokens}
-    sources = [batched]
+    options["gpu_memory_utilization"] = c.get(share)
+    sources = [share, batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True
         sources.append(experts)
@@ -311,7 +312,7 @@ def _engine_options(c: Conversion) -> None:
     c.put("rollout.engine_options", options, *sources)
 
 
-_ENGINES = "sglang needs rollout.server_python, an environment of its own, and there are no others"
+_ENGINES = "sglang needs rollout.engine_options.server_python, an environment of its own, and there are no others"
 
 
 def algorithm(c: Conversion) -> None:

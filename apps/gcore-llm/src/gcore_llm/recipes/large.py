@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 
 from gcore_llm.config import (
     AlgorithmConfig,
-    OverlongConfig,
     RolloutConfig,
     TrainConfig,
     TrainerConfig,
 )
-from gcore_llm.sections import ActorConfig, DataConfig
-from gcore_trainer import OptimizerConfig, ParallelConfig, PolicyLossConfig
+from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig
+from gcore_trainer import OverlongConfig, ParallelConfig, PolicyLossConfig
 
 
 def qwen2_5_0_5b_gsm8k() -> TrainConfig:
@@ -140,7 +139,7 @@ def qwen2_5_7b_dapo() -> TrainConfig:
         ),
         algorithm=AlgorithmConfig(max_num_gen_batches=10, overlong=OverlongConfig(buffer_len=4096)),
         actor=ActorConfig(
-            optim=OptimizerConfig(lr_warmup_steps=10, weight_decay=0.1),
+            optim=ActorOptimConfig(lr_warmup_steps=10, weight_decay=0.1),
             loss=PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=10.0),
             ppo_mini_batch_size=32,
             ppo_max_token_len=20_480,

@@ -44,8 +44,14 @@ from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
 from gcore_runs.logs import one_line, printable
 from gcore_runs.loop.best import BEST, SINCE_BEST, compare_with_best, is_best, is_due, keep_best
-from gcore_runs.loop.learning_signal import SIGNAL, reason
-from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans
+from gcore_runs.run_folder import (
+    MetricsWriter,
+    RunFolder,
+    RunWarnings,
+    SpanWriter,
+    StepSpans,
+    read_jsonl,
+)
 from gcore_runs.settings.run_config import BaseRLConfig
 
 STAGES = ("gen", "reward", "prepare", "train", "sync")
@@ -461,10 +467,10 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.display.show_progress(
             step, shown_cells(self.cells, {**self.display.latest, **metrics})
         )
-        self._num_idle = 0 if metrics.get(SIGNAL, 1.0) else self._num_idle + 1
+        self._num_idle = 0 if metrics.get(Modality.HAS_SIGNAL, 1.0) else self._num_idle + 1
         if self._num_idle and self._num_idle % _PATIENCE == 0:
-            message = f"the last {_PATIENCE} steps had nothing to learn from: {reason(metrics)}"
-            self.warnings.warn(step, message, key=SIGNAL)
+            message = f"the last {_PATIENCE} steps had nothing to learn from: {explain_missing_signal(metrics)}"
+            self.warnings.warn(step, message, key=Modality.HAS_SIGNAL)
         if not all(map(math.isfinite, metrics.values())):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
@@ -499,3 +505,29 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.learner.save(step, {"step": step, "controllers": controllers})
         self._spans.record_wait(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
+
+
+def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
+    """Return whether any step of a run had a learning signal, or none recorded any, and warn otherwise."""
+    rows: list[dict[str, Any]] = [
+        row for row in read_jsonl(run.metrics) if Modality.HAS_SIGNAL in row
+    ]
+    if not rows or any(row[Modality.HAS_SIGNAL] for row in rows):
+        return True
+    message = f"the run trained nothing: no step had anything to learn from: {explain_missing_signal(rows[-1])}"
+    warnings.warn(rows[-1]["step"], message, key="no signal in the run")
+    return False
+
+
+def explain_missing_signal(metrics: Mapping[str, float]) -> str:
+    """Say why a step had nothing to learn from, by its metrics."""
+    low = metrics.get("critic/score/min")
+    high = metrics.get("critic/score/max")
+    if low is None or high is None:
+        return "no response got a score; look at the reward and at its errors in logs/"
+    cause = f"every response scored {low:.3g}"
+    if low != high:
+        cause = "in every group all responses scored alike"
+        if not metrics.get("sampling/groups", 1.0):
+            cause += ", so none was kept"
+    return f"{cause}; look at the reward, at samples/ and at how hard the prompts are"

@@ -29,8 +29,14 @@ from gcore_runs.engines import allocator_variables, engines_in_turns, lending_of
 from gcore_runs.errors import UserError
 from gcore_runs.logs import describe_os_error, log_to, one_line
 from gcore_runs.loop.best import best_step, exported_evaluation, has_ended
-from gcore_runs.loop.learning_signal import check_signal
-from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
+from gcore_runs.loop.recorder import (
+    BaseRunRecorder,
+    Display,
+    JobT,
+    Present,
+    check_signal,
+    interrupted_by,
+)
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import (
@@ -47,7 +53,7 @@ from gcore_runs.run_folder import (
 from gcore_runs.settings.parsing import read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.settings.sections import RLTrainerConfig
-from gcore_runs.trackers.base import TrackedRun, Tracker
+from gcore_runs.trackers.base import TrackedRun, Tracker, check_trackers, start_tracker
 from gcore_trainer import TrainerError
 
 _REFUSALS = UserError, RolloutError, TrainerError
@@ -166,8 +172,6 @@ class Supervisor:
                 # awaits something: a loading model or a blocking reward may do that late, or never.
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
             if trainer.trackers:
-                from gcore_runs.trackers.registry import check_trackers
-
                 check_trackers(trainer.trackers)
             if trainer.prometheus:
                 from gcore_runs.trackers.prometheus import PrometheusExporter
@@ -274,8 +278,6 @@ class Supervisor:
         return first_step
 
     def _start_trackers(self) -> None:
-        from gcore_runs.trackers.registry import start_tracker
-
         trainer = self._config.trainer
         path = self.run.path
         config = read_toml(self.run.config)
@@ -511,12 +513,16 @@ async def start_inline_backend(
         judges: engines of judges.
         roles: the class of a controller's roles, with the fields of the shared ones and ``learner``.
         start_trainer: loads the models in training.
-        close: ends the services other than the trainer group.
+        close: ends the services other than the trainer group, also where the models in training do not load.
     """
     sharing = engines_in_turns(config, shared.policy, judges)
-    for engine in sharing:
-        await engine.sleep()
-    learner = start_trainer()
+    try:
+        for engine in sharing:
+            await engine.sleep()
+        learner = start_trainer()
+    except BaseException:
+        await close()
+        raise
     num_ranks = config.trainer.num_processes
     turns = None
     if sharing:

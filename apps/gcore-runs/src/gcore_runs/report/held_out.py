@@ -1,24 +1,14 @@
 """The page's charts and table of held-out sets: greedy, avg@n, pass@k and maj@k, with their standard errors."""
 
 import re
-from typing import NamedTuple
 
 from gcore_runs.report.panels import Panel, Trace, amount
-from gcore_runs.report.run import ReportedRun, metric_names, series
+from gcore_runs.report.run import ReportedRun, Row, metric_names, series
 
 MAX_SETS = 24
 """Most sets, and data sources of sets, that are shown."""
 _METRIC = re.compile(r"val/(?:(?P<set>.+)/)?(?P<key>greedy|(?:avg|pass|maj)@\d+)")
 _COLORS = {"greedy": "--orange", "avg": "--teal", "pass": "--blue", "maj": "--prepare"}
-
-
-class SetRow(NamedTuple):
-    """One metric of a set in its first and its last evaluation; the name is empty but in the first row of a set."""
-
-    name: str
-    key: str
-    first: str
-    last: str
 
 
 def set_panels(run: ReportedRun) -> list[Panel]:
@@ -54,9 +44,9 @@ def set_panels(run: ReportedRun) -> list[Panel]:
     return panels
 
 
-def set_rows(run: ReportedRun) -> list[SetRow]:
-    """Return the table of all metrics of the sets."""
-    rows: list[SetRow] = []
+def set_rows(run: ReportedRun) -> list[Row]:
+    """Return all metrics of the sets, first and last; the name is empty but in the first row of a set."""
+    rows: list[Row] = []
     for name, keys in _sets(run).items():
         label = name
         for key, metric in keys.items():
@@ -65,7 +55,7 @@ def set_rows(run: ReportedRun) -> list[SetRow]:
             last = amount(means[-1])
             if errors:
                 last += f" ± {amount(errors[-1])}"
-            rows.append(SetRow(label, key, amount(means[0]), last))
+            rows.append({"name": label, "key": key, "first": amount(means[0]), "last": last})
             label = ""
     return rows
 

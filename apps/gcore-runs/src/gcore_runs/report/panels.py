@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -294,17 +294,11 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
     return panel
 
 
-class Timeline(NamedTuple):
-    """The chart, its caption, and the ranges to choose from: label, range_s, is_first."""
+def timeline(steps: Sequence[StepSpans]) -> Row | None:
+    """Return the stages of every controller and device in the last steps that can be drawn; None: none is recorded.
 
-    panel: Panel
-    seen: str
-    num_rows: int
-    views: list[Row]
-
-
-def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
-    """Return the stages of every controller and device in the last steps that can be drawn; None: none is recorded."""
+    They are a chart (``panel``), its caption (``seen``), and the ranges to choose from (``views``).
+    """
     num_controllers = max((len(step.controllers) for step in steps), default=0)
     controllers = [f"controller {rank}" for rank in range(num_controllers)]
     devices = sorted(set(chain.from_iterable(step.devices for step in steps)), key=kind_and_number)
@@ -369,7 +363,7 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     if len(drawn) < num_rows:
         caption += f"; {len(drawn)} of {num_rows:,} controllers and devices"
     caption += ". Light stretches are in no stage: a row waits there, or does what has no stage."
-    return Timeline(panel=panel, seen=caption, num_rows=len(drawn), views=views)
+    return {"panel": panel, "seen": caption, "num_rows": len(drawn), "views": views}
 
 
 def kind_and_number(name: str) -> tuple[str, int]:

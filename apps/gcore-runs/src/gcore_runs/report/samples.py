@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,17 +14,8 @@ MAX_TEXT_CHARS = 2000
 _TEXTS = "prompt", "response"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleViewer:
-    """The samples that are shown, by step."""
-
-    by_step: list[tuple[int, list[Row]]]
-    seen: str
-    """The caption."""
-
-
-def training_samples(run: ReportedRun) -> SampleViewer | None:
-    """Return the samples of training; None: none is recorded."""
+def training_samples(run: ReportedRun) -> Row | None:
+    """Return the samples of training that are shown, ``by_step``, and a caption, ``seen``; None: none is recorded."""
     # Scores of images are of any scale.
     verified = run.kind.has_samples and are_verified(run.training_samples)
     by_step: dict[int, list[Row]] = {}
@@ -42,7 +32,7 @@ def training_samples(run: ReportedRun) -> SampleViewer | None:
     seen = f"{len(run.training_samples):,} random samples of {len(steps):,} steps, filtered ones included"
     if count < len(steps):
         seen += f"; {count:,} of the steps are shown, the others are in samples.jsonl"
-    return SampleViewer(by_step=[(step, by_step[step]) for step in chosen], seen=seen)
+    return {"by_step": [(step, by_step[step]) for step in chosen], "seen": seen}
 
 
 def _show(row: Row, *, verified: bool) -> Row:

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from hashlib import blake2b
 from itertools import chain
 from operator import attrgetter
@@ -15,11 +15,14 @@ from gcore_runs.errors import UserError
 from gcore_runs.settings.checks import flatten_settings, nest
 from gcore_runs.settings.parsing import merge, read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.settings.sections import AdapterSettings
+from gcore_trainer import ConfigError, LoRAConfig, read_lora_config
 
 if TYPE_CHECKING:
     import torch
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
+SettingsT = TypeVar("SettingsT", bound=AdapterSettings)
 
 _MAX_THREADS = 4096
 _HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[^\s:]+)?")
@@ -128,6 +131,41 @@ def _models(config: BaseRunConfig) -> dict[str, str | Sequence[str]]:
         else:
             models[name] = value
     return models
+
+
+def with_adapter(
+    settings: SettingsT, read: Callable[[str], LoRAConfig] = read_lora_config
+) -> SettingsT:
+    """Return settings with rank, alpha, layers and scale of the adapters that they start from.
+
+    Args:
+        read: returns those of the adapters at a path.
+
+    Raises:
+        UserError: there are no such adapters, or other settings are given.
+    """
+    if not settings.lora_adapter_path:
+        return settings
+    where = f"{settings.section}.".lstrip(".")
+    try:
+        adapter = read(settings.lora_adapter_path)
+    except ConfigError as error:
+        raise UserError(f"{where}lora_adapter_{error}") from None
+    adapter_values = {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.target_modules,
+        "use_rslora": adapter.use_rslora,
+    }
+    defaults = {field.name: field.default for field in fields(settings)}
+    for name, value in adapter_values.items():
+        configured = getattr(settings, name)
+        if configured not in (defaults[name], value):
+            raise UserError(
+                f"{where}{name} is {configured!r}; expected {value!r}, as the adapters in "
+                f"{settings.lora_adapter_path} have, or none set"
+            )
+    return replace(settings, **adapter_values)
 
 
 def is_hub_model(name: str) -> bool:

@@ -13,11 +13,11 @@ from gcore_runs.settings.checks import Bound, Checked, Count, NonNegative, ReadW
 from gcore_runs.settings.sections import (
     BaseAlgorithmConfig,
     BaseDataConfig,
+    BaseRolloutConfig,
     BaseTrainerConfig,
     LocalCheckpointsConfig,
     LocalEngineConfig,
     PlacementConfig,
-    PolicyReplicas,
     RayConfig,
     RLTrainerConfig,
 )
@@ -95,10 +95,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     """Settings of a run of reinforcement learning, whose controllers, engines and ranks may be on a cluster.
 
     Example:
-        >>> from gcore_runs.settings.sections import PolicyEngineConfig
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class MyConfig(BaseRLConfig):
-        ...     rollout: PolicyEngineConfig = field(default_factory=PolicyEngineConfig)
+        >>> class MyConfig(BaseRLConfig):
         ...     judge = ("reward.judge", None)
         >>> config = MyConfig(controllers=2, trainer=RLTrainerConfig(total_epochs=3.0))
         >>> config.over_rows(320).loop.total_steps
@@ -130,7 +127,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     ray: RayConfig = field(default_factory=RayConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     local_checkpoints: LocalCheckpointsConfig = field(default_factory=LocalCheckpointsConfig)
-    rollout: PolicyReplicas
+    rollout: BaseRolloutConfig = field(default_factory=BaseRolloutConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,9 +274,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""
-        rollout: Any = self.rollout
         sections: dict[str, Any] = {
-            "rollout": replace(rollout, num_processes=sizes.engines),
+            "rollout": replace(self.rollout, num_processes=sizes.engines),
             "trainer": replace(self.trainer, num_processes=sizes.ranks),
         }
         for role, number in sizes.judges.items():

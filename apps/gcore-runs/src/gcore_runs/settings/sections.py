@@ -1,10 +1,10 @@
 """Sections of settings that the commands share, documented and bounded in their types; apps extend them."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_placement import Strategy
 from gcore_rollout import (
@@ -26,6 +26,7 @@ from gcore_runs.settings.checks import (
     Bound,
     Checked,
     Count,
+    Fraction,
     NonNegative,
     Positive,
     ReadWith,
@@ -37,9 +38,11 @@ from gcore_runs.settings.checks import (
 from gcore_trainer import (
     ConfigError,
     LoRAConfig,
+    LRSchedulerType,
     MegatronConfig,
+    OptimizerConfig,
+    OptimizerName,
     ParallelConfig,
-    read_lora_config,
 )
 
 
@@ -52,6 +55,13 @@ _ADDRESS = Bound(_is_address, "HOST:PORT or PORT, from 1 to 65535, or nothing")
 _SERVER_PYTHON = "server_python"
 _BATCHED_TOKENS = "max_num_batched_tokens"
 _TENSOR_PARALLEL = "tensor_parallel_size"
+_BOUNDED_OPTIONS = {
+    _BATCHED_TOKENS: Bound(lambda v: type(v) is int and v >= 1, "an integer, 1 or more"),
+    "gpu_memory_utilization": Bound(
+        lambda v: type(v) in (int, float) and 0 < v <= 1, "a number in (0, 1]"
+    ),
+}
+"""Engine options whose values are checked before an engine is started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +129,6 @@ class AdapterSettings(Checked):
         )
 
 
-SettingsT = TypeVar("SettingsT", bound=AdapterSettings)
-
-
 def adapter_settings(section: str, *further_names: str) -> ReadWith:
     """Return the settings of adapters, whose names begin with ``section``, that nothing reads without adapters."""
     names = ("lora_alpha", "target_modules", "use_rslora", *further_names)
@@ -129,41 +136,6 @@ def adapter_settings(section: str, *further_names: str) -> ReadWith:
         settings=tuple(f"{section}{name}" for name in names),
         chosen_by={f"{section}lora_rank": ABOVE_0, f"{section}lora_adapter_path": IS_SET},
     )
-
-
-def with_adapter(
-    settings: SettingsT, read: Callable[[str], LoRAConfig] = read_lora_config
-) -> SettingsT:
-    """Return settings with rank, alpha, layers and scale of the adapters that they start from.
-
-    Args:
-        read: returns those of the adapters at a path.
-
-    Raises:
-        UserError: there are no such adapters, or other settings are given.
-    """
-    if not settings.lora_adapter_path:
-        return settings
-    where = f"{settings.section}.".lstrip(".")
-    try:
-        adapter = read(settings.lora_adapter_path)
-    except ConfigError as error:
-        raise UserError(f"{where}lora_adapter_{error}") from None
-    adapter_values = {
-        "lora_rank": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": adapter.target_modules,
-        "use_rslora": adapter.use_rslora,
-    }
-    defaults = {field.name: field.default for field in fields(settings)}
-    for name, value in adapter_values.items():
-        configured = getattr(settings, name)
-        if configured not in (defaults[name], value):
-            raise UserError(
-                f"{where}{name} is {configured!r}; expected {value!r}, as the adapters in "
-                f"{settings.lora_adapter_path} have, or none set"
-            )
-    return replace(settings, **adapter_values)
 
 
 BACKEND_SETTINGS = (
@@ -181,21 +153,55 @@ BEST_SETTINGS = ReadWith(
 """Settings of the best evaluation, in commands that look for it."""
 
 
-def optimizer_settings(section: str, *, has_muon: bool = True) -> tuple[ReadWith, ...]:
-    """Return the settings of an optimizer, in ``section``, that only one algorithm or schedule reads.
-
-    Without ``has_muon`` the command cannot train with Muon, and reads none of its settings.
-    """
-    return (
-        ReadWith(
-            settings=(f"{section}.muon_lr",),
-            chosen_by={f"{section}.name": one_of("muon") if has_muon else one_of()},
-        ),
-        ReadWith(
-            settings=(f"{section}.min_lr_ratio",),
-            chosen_by={f"{section}.lr_scheduler_type": one_of("linear", "cosine")},
-        ),
+def schedule_settings(section: str) -> ReadWith:
+    """Return the settings of an optimizer, in ``section``, that only some schedules read."""
+    return ReadWith(
+        settings=(f"{section}.min_lr_ratio",),
+        chosen_by={f"{section}.lr_scheduler_type": one_of("linear", "cosine")},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOptimConfig(Checked):
+    """The optimizer, and a rate that warms up and then stays or decays to the run's end.
+
+    Example:
+        >>> optim = BaseOptimConfig(lr=2e-5, lr_warmup_steps=10, lr_scheduler_type="cosine")
+        >>> optim.build(total_training_steps=500).total_training_steps
+        500
+    """
+
+    error: ClassVar[type[Exception]] = ConfigError
+
+    name: OptimizerName = "adamw"
+    """adamw_8bit: the two moments in 8 bits each, with a scale for every 256 values (bitsandbytes): 2 bytes a parameter
+    instead of 8. muon: the matrices of hidden layers by Muon, with one moment, 4 bytes a parameter; embeddings, head,
+    norms, biases and fused experts by AdamW. Both are not for megatron."""
+    lr: Positive = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the moments, two in [0, 1)."""
+    eps: Positive = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Amount = 0.0
+    """Decoupled weight decay."""
+    lr_warmup_steps: NonNegative = 0
+    """Updates over which the rate rises linearly to lr."""
+    lr_scheduler_type: LRSchedulerType = "constant"
+    """After the warm-up, the rate stays (constant), or falls until the run's last update (linear, cosine)."""
+    min_lr_ratio: Fraction = 0.0
+    """Share of the rate that is left at the last update, in linear and cosine."""
+    grad_clip: Annotated[float, above(0, "above 0")] = 1.0
+    """Largest global gradient norm; a larger one is scaled down to it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The trainer's checks; they do not depend on how long the run is.
+        self.build(total_training_steps=0)
+
+    def build(self, *, total_training_steps: int) -> OptimizerConfig:
+        """Return the trainer's settings for a run of this many updates; 0: it is not known yet."""
+        return OptimizerConfig(**vars(self), total_training_steps=total_training_steps)
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
@@ -293,21 +299,6 @@ class RanksConfig(BaseTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseActorConfig(AdapterSettings, section="actor"):
-    """Which of the policy's parameters are trained, and in how much memory.
-
-    Example:
-        >>> BaseActorConfig(lora_rank=64, lora_alpha=32, use_rslora=True).lora.scaling
-        4.0
-    """
-
-    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
-    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
-    billion parameters or more."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class BaseAlgorithmConfig(Checked, section="algorithm"):
     """Dynamic sampling, from scores to the groups of a step.
 
@@ -328,7 +319,7 @@ class PlacementConfig(Checked, section="placement"):
 
     Example:
         >>> from gcore_placement import STRATEGIES
-        >>> placement = PlacementConfig(strategy="dynamic", horizon_steps=50)
+        >>> placement = PlacementConfig(strategy="dynamic")
         >>> STRATEGIES[placement.strategy].follows_load
         True
     """
@@ -339,8 +330,6 @@ class PlacementConfig(Checked, section="placement"):
     more than it costs. colocated: each of rollout.num-processes devices has an engine of every role, and all generate,
     then all judge; those that wait sleep. auto: dynamic, or colocated where that takes less, swaps included. None or
     unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
-    horizon_steps: Count = 20
-    """Steps over which a move between two of them must save more time than it takes, which is measured."""
     lend_ranks: bool | Literal["auto"] = False
     """true: while the policy samples, the training ranks are asleep, and each device of theirs has a further engine of
     the policy, besides the rollout.num-processes ones with devices of their own; it sleeps while the ranks work. auto:
@@ -391,12 +380,31 @@ class LocalCheckpointsConfig(Checked, section="local_checkpoints"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaseRolloutConfig(Checked, section="rollout"):
+    """The policy's engines, next to the trainer.
+
+    Example:
+        >>> BaseRolloutConfig(num_processes=4, colocated=False).num_processes
+        4
+    """
+
+    num_processes: NonNegative = 0
+    """Engines, each a process of its own; 0: one in the main process, or on ray one for each controller."""
+    colocated: bool | Literal["auto"] = "auto"
+    """true: the trainer leaves the memory of its devices while the engines, and a judge of this run's own, generate,
+    and these while the trainer works; on ray each training rank is then on the device of an engine. false: all stay in
+    memory, on ray on devices of their own. auto: true on a cluster with GPUs, with schedule sync;
+    and where trainer and engine share a GPU of this machine that cannot hold both, by the plan of its memory that is
+    shown at the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalEngineConfig(Checked):
     """An engine in this process, or replicas of it in processes of their own."""
 
     engine: str = "hf"
     """hf: transformers; vllm: vLLM; sglang: an SGLang server that the run starts, in an environment of its own
-    (server_python); vllm_server and sglang_server: servers of these at urls, which are running already.
+    (engine_options.server_python); vllm_server and sglang_server: servers of these at urls, which are running already.
     PATH.py:function: an engine of your own (gcore_rollout.Engine), made by a function of the model's folder and the
     keywords device, dtype, max_num_seqs and eos_token_ids."""
     num_processes: NonNegative = 0
@@ -406,13 +414,14 @@ class LocalEngineConfig(Checked):
     tensor_parallel_size: Count = 1
     """Devices of each replica in vllm or sglang, over which the model is split; of one machine, and with vllm on CPU a
     process each."""
-    server_python: str = ""
-    """Python of an environment with SGLang, such as ~/sglang/bin/python, on every machine with an engine; for
-    sglang."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further keyword arguments of the engine: of vllm, fields of its EngineArgs, such as quantization = "fp8",
-    kv_cache_dtype, max_num_batched_tokens or speculative_config, and seed_per_sample; of sglang, of its ServerArgs; of
-    hf, decode_mode (dynamic, static, cuda_graphs) and kv_cache_bytes; of your own engine, any. On the command line
+    kv_cache_dtype, max_num_batched_tokens or speculative_config, and seed_per_sample; of sglang, server_python (the
+    Python of an environment with SGLang, such as ~/sglang/bin/python, on every machine with an engine) and fields of
+    its ServerArgs; of both, gpu_memory_utilization (the share of the GPU's memory for weights, keys and values; not
+    set: as much as is left next to a trainer on the same GPU, or what they choose); of hf, decode_mode (dynamic,
+    static, cuda_graphs) and kv_cache_bytes; of servers of the policy, weights_dir (an existing folder that this machine
+    and the servers see under the same path: new weights go through it); of your own engine, any. On the command line
     NAME=VALUE, several of them, or JSON."""
 
     @property
@@ -433,26 +442,21 @@ class LocalEngineConfig(Checked):
             f"1 with {self.section}.engine {self.engine!r}; {more}",
         )
         try:
-            check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
+            check_engine_options(self.engine, self.engine_options)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
-        tokens: Any = None
-        if _BATCHED_TOKENS in self.kind.engine_options:
-            tokens = self.max_num_batched_tokens
-        is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 1
-        if tokens is not None and not is_count:
+        for name in _BOUNDED_OPTIONS.keys() & self.kind.engine_options:
+            bound = _BOUNDED_OPTIONS[name]
+            value = self.engine_options.get(name)
+            if value is not None and not bound.holds(value):
+                raise UserError(
+                    f"{self.section}.engine_options.{name} is {value!r}; expected {bound.expected}"
+                )
+        if _SERVER_PYTHON in self.kind.engine_options and not self.server_python:
             raise UserError(
-                f"{self.section}.engine_options.{_BATCHED_TOKENS} is {tokens!r}; expected an integer, 1 or more"
+                f"{self.section}.engine_options.{_SERVER_PYTHON} is not set; expected the Python of an environment "
+                f"with SGLang with {self.section}.engine {self.engine!r}"
             )
-        name = _SERVER_PYTHON
-        engine = f"with {self.section}.engine {self.engine!r}"
-        starts_server = name in self.kind.own_options
-        expected = (
-            "the Python of an environment with SGLang"
-            if starts_server
-            else "'', as sglang alone takes it,"
-        )
-        self.require(name, starts_server == bool(self.server_python), f"{expected} {engine}")
 
     @property
     def draft_model(self) -> str:
@@ -467,13 +471,20 @@ class LocalEngineConfig(Checked):
         """Most tokens that vllm computes in a step; None: its own choice."""
         return self.engine_options.get(_BATCHED_TOKENS)
 
+    @property
+    def server_python(self) -> str:
+        """The Python of the environment of an engine's own server; empty: it has none."""
+        if _SERVER_PYTHON not in self.kind.engine_options:
+            return ""
+        return str(self.engine_options.get(_SERVER_PYTHON, ""))
+
     def check_server_python(self) -> None:
         """Raise `UserError` if there is no such file on this machine."""
         python = Path(self.server_python).expanduser()
         if self.server_python and not (python.is_file() and os.access(python, os.X_OK)):
             raise UserError(
-                f"{self.section}.server_python is {self.server_python!r}; expected the Python of an environment with "
-                "SGLang"
+                f"{self.section}.engine_options.server_python is {self.server_python!r}; expected the Python of an "
+                "environment with SGLang"
             )
 
 
@@ -512,32 +523,6 @@ class EngineConfig(LocalEngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyEngineConfig(EngineConfig):
-    """The engine of the policy, and what can be set of some kinds of engines alone."""
-
-    colocated: bool | Literal["auto"] = "auto"
-    """true: the trainer leaves the memory of its devices while the engines, and a judge of this run's own, generate,
-    and these while the trainer works; on ray each training rank is then on the device of an engine. false: all stay in
-    memory, on ray on devices of their own. auto: true on a cluster with GPUs, with schedule sync;
-    and where trainer and engine share a GPU of this machine that cannot hold both, by the plan of its memory that is
-    shown at the start."""
-    gpu_memory_utilization: Annotated[
-        float | None,
-        Bound(lambda share: share is None or 0 < share <= 1, "a number in (0, 1], or None"),
-    ] = None
-    """Share of the GPU's memory that an engine takes for weights, keys and values, in vllm and sglang; unset: as much
-    as is left next to a trainer on the same GPU, or what they choose."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = "gpu_memory_utilization"
-        is_taken = self.gpu_memory_utilization is None or name in self.kind.own_options
-        takers = " or ".join(engine_names(lambda engine: name in engine.own_options))
-        engine = f"{self.section}.engine {self.engine!r}"
-        self.require(name, is_taken, f"None with {engine}; {takers} takes it")
-
-
-@dataclass(frozen=True, kw_only=True)
 class JudgeOptions(LocalEngineConfig):
     """A generative reward model: its engine, the questions to it, and the reading of its verdicts."""
 
@@ -553,10 +538,8 @@ class JudgeOptions(LocalEngineConfig):
     """Longest verdict in tokens."""
     pattern: str = ""
     """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
-    low: float = 0.0
-    """The score that is scaled to 0."""
-    high: float = 10.0
-    """The score that is scaled to 1."""
+    score_range: tuple[float, float] = (0.0, 10.0)
+    """The scores that are scaled to 0 and to 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -581,20 +564,9 @@ class JudgeOptions(LocalEngineConfig):
 
     def scores(self) -> ScorePattern:
         """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
-        if self.low == self.high:
-            raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
-        return ScorePattern(
-            pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high
-        )
-
-
-class PolicyReplicas(Protocol):
-    """Settings of the policy's engine, which may run in several processes."""
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def colocated(self) -> bool | Literal["auto"]:
-        """True if trainer and engines take turns on the same devices; auto: see `BaseRLConfig.takes_turns`."""
-        ...
+        low, high = self.score_range
+        if low == high:
+            raise UserError(
+                f"{self.section}.score_range is {self.score_range}; expected two different scores"
+            )
+        return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=low, high=high)

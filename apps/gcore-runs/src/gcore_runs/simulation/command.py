@@ -11,9 +11,15 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from gcore_runs import Checked, FractionBelow1, NonNegative, at_least, parse_over
+from gcore_runs import (
+    Checked,
+    FractionBelow1,
+    NonNegative,
+    at_least,
+)
 from gcore_runs.errors import UserError
 from gcore_runs.loop.recorder import Display
+from gcore_runs.settings.parsing import parse_over
 from gcore_runs.simulation.config import SimulateConfig
 
 if TYPE_CHECKING:

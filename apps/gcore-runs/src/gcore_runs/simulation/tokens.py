@@ -111,12 +111,10 @@ def coarse_prompts(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     return coarse
 
 
-class SampleNames:
-    """A tokenizer whose text is the number that all tokens of a sample are: see `sample_name`."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return str(int(token_ids[0]))
+def decode_sample_name(token_ids: Any, *, skip_special_tokens: bool) -> str:
+    """Return the number that all tokens of a sample are, as a tokenizer's text: see `sample_name`."""
+    assert skip_special_tokens
+    return str(int(token_ids[0]))
 
 
 class Replay:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
-from gcore_placement.errors import MissingExtraError
+from gcore_placement.errors import make_extra_error
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
 from gcore_placement.planning.options import EnginePlan
 from gcore_placement.planning.planner import Plan
@@ -18,7 +18,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as error:
-    raise MissingExtraError("rich", "cli") from error
+    raise make_extra_error("rich", "cli") from error
 
 _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import Amount, Checked, Positive
+from gcore_placement.quantities import Amount, CheckedQuantities, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicPartitionConfig(Checked):
+class DynamicPartitionConfig(CheckedQuantities):
     """The conditions under which devices move.
 
     Example:

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from gcore_placement.costs import EngineCosts
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.quantities import Amount, Checked, Floats, Positive
+from gcore_placement.quantities import Amount, CheckedQuantities, Floats, Positive
 
 MAX_PARTITIONS = 100_000
 """Most partitions of a space: each decision looks at all of them."""
@@ -30,7 +30,7 @@ class Partition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleLimits(Checked):
+class RoleLimits(CheckedQuantities):
     """The limits of one role in a partition. Raises PlacementError if more replicas are needed than are allowed.
 
     Example:
@@ -66,7 +66,7 @@ class RoleLimits(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionSpace(Checked):
+class PartitionSpace(CheckedQuantities):
     """The partitions of a cluster in which no role could have another replica.
 
     Raises PlacementError if there is none, or more than `MAX_PARTITIONS`.
@@ -174,7 +174,7 @@ class PartitionSpace(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleLoad(Checked):
+class RoleLoad(CheckedQuantities):
     """The load of one role in one step or wave, while policy and rewards run side by side.
 
     With D devices the role takes `floor_s + work_device_s / D`, were the others never in its way.

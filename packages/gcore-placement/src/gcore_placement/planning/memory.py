@@ -12,7 +12,7 @@ import numpy as np
 from gcore_placement.costs import Number
 from gcore_placement.forecast import Job
 from gcore_placement.planning.layouts import TrainingLayouts, count_micro_batches
-from gcore_placement.quantities import Amount, Checked, Floats, Lengths, Positive
+from gcore_placement.quantities import Amount, CheckedQuantities, Floats, Lengths, Positive
 from gcore_placement.workload.model_shape import ModelShape
 
 MASTER_BYTES = 4
@@ -38,7 +38,7 @@ Bytes = Mapping[str, Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingState(Checked):
+class TrainingState(CheckedQuantities):
     """The form in which the models in training are held, besides their layout; the defaults are the trainer's.
 
     Example:

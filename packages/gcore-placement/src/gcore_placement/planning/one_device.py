@@ -21,7 +21,7 @@ from gcore_placement.planning.memory import (
     training_memory,
     weight_sync_bytes,
 )
-from gcore_placement.quantities import Amount, Checked, Positive
+from gcore_placement.quantities import Amount, CheckedQuantities, Positive
 
 Resident = Literal["trainer", "policy engine", "judge"]
 """A role that is on a device; the trainer has its critic, reference and teachers with it."""
@@ -34,7 +34,7 @@ _ENGINE_STAGES: Mapping[Resident, EngineStage] = {"policy engine": "generation",
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(Checked):
+class EngineSettings(CheckedQuantities):
     """The engines of a job on the device, all alike.
 
     Example:

@@ -12,12 +12,12 @@ from gcore_placement.planning.candidates import swap_costs, sync_seconds
 from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts
 from gcore_placement.planning.memory import resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
-from gcore_placement.quantities import Checked, Floats, Positive
+from gcore_placement.quantities import CheckedQuantities, Floats, Positive
 from gcore_placement.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLayout(Checked):
+class EngineLayout(CheckedQuantities):
     """The engines of a role, all alike.
 
     Example:

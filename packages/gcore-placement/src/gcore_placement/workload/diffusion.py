@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from gcore_placement.errors import refusal
 from gcore_placement.quantities import (
     FORWARD_AND_BACKWARD,
-    Checked,
+    CheckedQuantities,
     Floats,
     Positive,
     check_lengths,
@@ -23,7 +23,7 @@ TIMESTEP_CHANNELS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionWorkload(Checked):
+class DiffusionWorkload(CheckedQuantities):
     """The shape of a diffusion transformer.
 
     `dit`: blocks over image tokens, conditioned by adaptive norms (Peebles and Xie, arXiv:2212.09748). `mmdit`: image

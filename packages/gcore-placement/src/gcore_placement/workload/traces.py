@@ -15,7 +15,7 @@ from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.quantities import (
     Above0,
     Amount,
-    Checked,
+    CheckedQuantities,
     Floats,
     Ints,
     Positive,
@@ -324,7 +324,7 @@ def steady(value: float) -> Drift:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceRecipe(Checked):
+class TraceRecipe(CheckedQuantities):
     """Log-normal lengths with a part that a group's responses share, and waves of dynamic sampling.
 
     Example:

@@ -49,7 +49,7 @@ class EngineKind:
 
     make: str
     """``MODULE:CLASS`` with a method ``from_pretrained(model, *, dtype, max_num_seqs, eos_token_ids, ...)``; or of a
-    server ``connect(url, *, weights_dir, model_path, max_num_seqs, eos_token_ids)``."""
+    server ``connect(url, *, model_path, max_num_seqs, eos_token_ids, ...)``."""
     is_server: bool = False
     """Whether it runs already, at a URL."""
     takes_device: bool = False
@@ -58,7 +58,7 @@ class EngineKind:
     own_options: frozenset[str] = frozenset()
     """Further keywords of ``from_pretrained`` that not every kind has."""
     engine_options: frozenset[str] = frozenset()
-    """Names of engine options of the user that ``from_pretrained`` takes as keywords."""
+    """Names of engine options of the user that ``from_pretrained`` or ``connect`` takes as keywords."""
     library_options: str = ""
     """The keyword that takes the user's other options, of the engine's library: engine_args, server_args, or none."""
     takes_images: bool = False
@@ -84,15 +84,10 @@ _KINDS = {
     ),
     "vllm": EngineKind(
         make="gcore_rollout.engines.vllm.engine:VLLMEngine",
-        own_options=frozenset(
-            (
-                "gpu_memory_utilization",
-                "enable_sleep_mode",
-                "tensor_parallel_size",
-            )
-        ),
+        own_options=frozenset(("enable_sleep_mode", "tensor_parallel_size")),
         engine_options=frozenset(
             (
+                "gpu_memory_utilization",
                 "max_num_batched_tokens",
                 "async_scheduling",
                 "seed_per_sample",
@@ -111,18 +106,20 @@ _KINDS = {
     "sglang": EngineKind(
         make="gcore_rollout.engines.servers.sglang_engine:SGLangEngine",
         takes_device=True,
-        own_options=frozenset(
-            ("server_python", "gpu_memory_utilization", "enable_sleep_mode", "tensor_parallel_size")
-        ),
+        own_options=frozenset(("enable_sleep_mode", "tensor_parallel_size")),
+        engine_options=frozenset(("server_python", "gpu_memory_utilization")),
         library_options="server_args",
         has_rope_of_batch=True,
     ),
     "vllm_server": EngineKind(
-        make="gcore_rollout.engines.servers.vllm:VLLMServerEngine", is_server=True
+        make="gcore_rollout.engines.servers.vllm:VLLMServerEngine",
+        is_server=True,
+        engine_options=frozenset(("weights_dir",)),
     ),
     "sglang_server": EngineKind(
         make="gcore_rollout.engines.servers.sglang:SGLangServerEngine",
         is_server=True,
+        engine_options=frozenset(("weights_dir",)),
         has_rope_of_batch=True,
     ),
 }
@@ -193,12 +190,10 @@ def engine_factory(
     return partial(kind.load().from_pretrained, model, **options)
 
 
-def check_engine_options(
-    name: str, engine_options: Mapping[str, Any], *, server_python: str = ""
-) -> None:
+def check_engine_options(name: str, engine_options: Mapping[str, Any]) -> None:
     """Check the user's options of an engine: of `hf` and of a user's own, its keywords; of others, of its library too.
 
-    Where the library is installed, names that it does not have are refused. ``server_python`` is that of SGLang.
+    Where the library is installed, names that it does not have are refused.
 
     Raises:
         RequestError: gcore gives an option itself, or there is none of this name; begins with ``engine_options``.
@@ -212,11 +207,11 @@ def check_engine_options(
         accepted = vllm_names()
     elif kind.library_options == "server_args":
         reserved = SGLANG_RESERVED
-        accepted = sglang_names(server_python)
+        accepted = sglang_names(str(engine_options.get("server_python", "")))
     elif kind.is_own:
         reserved = ("device", "dtype", "max_num_seqs", "eos_token_ids")
     elif library_names:
-        expected = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
+        expected = ", ".join(sorted(kind.engine_options)) or "none"
         raise RequestError(
             f"engine_options has {library_names[0]!r}; expected some of {expected} with engine {name!r}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError, require
+from gcore_rollout.errors import RewardConfigError, RewardError, make_extra_error, require
 from gcore_rollout.rewards.reward import Scored, ThreadedReward, locate_errors, name_of
 from gcore_rollout.rewards.runner import answer, is_async
 
@@ -181,11 +181,11 @@ def _parts(extra: Mapping[str, Any], num_images: int) -> dict[str, list[float]]:
 
 
 def import_pillow(module: str = "Image") -> Any:
-    """Import a module of Pillow; raise `MissingExtraError` if it is not installed."""
+    """Import a module of Pillow; raise `RolloutError` if it is not installed."""
     try:
         return import_module(f"PIL.{module}")
     except ImportError:
-        raise MissingExtraError("PIL", "images") from None
+        raise make_extra_error("PIL", "images") from None
 
 
 def png(image: Any) -> bytes:

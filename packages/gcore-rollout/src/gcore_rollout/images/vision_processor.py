@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, RequestError
 from gcore_rollout.images.decoding import image_size, open_rgb
 from gcore_rollout.images.reward import import_pillow
 
@@ -57,16 +57,16 @@ class VisionProcessor:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Self:
-        """Load the image processor of a Hugging Face folder; `MissingExtraError` if Pillow is not installed.
+        """Load the image processor of a Hugging Face folder; `RolloutError` if Pillow is not installed.
 
-        `UnsupportedModelError` if its model takes no images or is not supported, or it has no image processor.
+        `EngineModelError` if its model takes no images or is not supported, or it has no image processor.
         """
         from transformers import AutoConfig, AutoImageProcessor
 
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in VISION_MODELS:
             expected = f"{' or '.join(VISION_MODELS)} for images"
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"model type of {path} is {config.model_type!r}; expected {expected}"
             )
         import_pillow()
@@ -74,7 +74,7 @@ class VisionProcessor:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
             message = f"{path} has no image processor that loads; expected preprocessor_config.json"
-            raise UnsupportedModelError(message) from error
+            raise EngineModelError(message) from error
         return cls(processor, config)
 
     def num_tokens(self, image: bytes) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from gcore_rollout.engines.protocol import Digest, Digests
-from gcore_rollout.errors import MissingExtraError, require
+from gcore_rollout.errors import make_extra_error, require
 from gcore_rollout.weight_sync.digests import digests_of
 from gcore_rollout.weight_sync.layout import Layout, group_into_buckets, layout_of
 
@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 try:
     import ray
 except ImportError as error:
-    raise MissingExtraError("ray", "ray") from error
+    raise make_extra_error("ray", "ray") from error
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,30 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gcore_trainer.config import BELOW_ONE, AboveZero, Bound, Checked, Count, Fraction, NotNegative
+from gcore_trainer.config import (
+    BELOW_ONE,
+    AboveZero,
+    CheckedConfig,
+    ConfigBound,
+    Count,
+    Fraction,
+    NotNegative,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenoisingPolicyConfig(Checked):
+class DenoisingPolicyConfig(CheckedConfig):
     """DDPO, Flow-GRPO and GRPO-Guard: policy gradients of the steps that a sampler drew.
 
     Example:
-        >>> DenoisingPolicyConfig(loss_mode="guard", clip_ratio=2e-6).kl_loss_type
+        >>> DenoisingPolicyConfig(clip_ratio=2e-6, kl_loss_coef=0.04).kl_loss_type
         'gaussian'
     """
 
-    loss_mode: Literal["vanilla", "guard"] = "vanilla"
-    """PPO's clipped ratio (vanilla), or with the ratio's bias and scale taken out of it (guard)."""
-    clip_ratio: Annotated[float, Bound(lambda v: 0 < v < 1, "a number in (0, 1)")] = 1e-4
+    clip_ratio: Annotated[float, ConfigBound(lambda v: 0 < v < 1, "a number in (0, 1)")] = 1e-4
     """The ratio is clipped to 1 +- clip_ratio. It is of a mean over the latents' dimensions, which is why it is small:
     1e-3 to 1e-2 for very small images. Published for 512 pixels and more: 1e-4 (Flow-GRPO, MixGRPO) and 1e-5
-    (Flow-GRPO-Fast) with flow_sde, 1e-4 with dance_sde, 1e-4 to 1e-5 with cps, 2e-6 to 4e-6 with loss_mode guard."""
+    (Flow-GRPO-Fast) with flow_sde, 1e-4 with dance_sde, 1e-4 to 1e-5 with cps, 2e-6 to 4e-6 of GRPO-Guard."""
     kl_loss_coef: NotNegative = 0.0
     """Weight of the KL divergence to the reference, whose form is ``kl_loss_type``; 0 needs no reference."""
     kl_loss_type: Literal["gaussian", "flow_grpo"] = "gaussian"
@@ -30,7 +36,7 @@ class DenoisingPolicyConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NFTConfig(Checked):
+class NFTConfig(CheckedConfig):
     """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones.
 
     Example:
@@ -38,12 +44,10 @@ class NFTConfig(Checked):
         0.5
     """
 
-    beta: Annotated[float, Bound(lambda v: 0 < v <= 1, "a number in (0, 1]")] = 0.1
+    beta: Annotated[float, ConfigBound(lambda v: 0 < v <= 1, "a number in (0, 1]")] = 0.1
     """Distance of the implicit policies from the old one; in (0, 1]."""
     num_timesteps: Count = 4
     """Noise levels drawn for each image and update."""
-    adv_clip_max: AboveZero = 5.0
-    """Advantages of +- this much are the best and the worst there can be."""
     kl_loss_coef: NotNegative = 0.0
     """Weight of the squared distance to the reference's velocity; 0 needs no reference."""
     old_decay: Fraction = 0.001
@@ -53,7 +57,7 @@ class NFTConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionDPOConfig(Checked):
+class DiffusionDPOConfig(CheckedConfig):
     """Diffusion-DPO (arXiv 2311.12908).
 
     Example:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from gcore_trainer.diffusion.conditions import Conditioned, with_appended
-from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
+from gcore_trainer.errors import UnsupportedModelError, make_extra_error
 from gcore_trainer.lora import TRAINED, AdapterSets, LoRAWeights, adapters_named, add_lora
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.activations import is_checkpointed
@@ -26,7 +26,7 @@ from gcore_trainer.torch.parallel import shard_modules
 try:
     import diffusers
 except ImportError:
-    raise MissingExtraError("diffusers", "diffusion") from None
+    raise make_extra_error("diffusers", "diffusion") from None
 
 _COMPONENTS = ("transformer", "transformer_2", "unet")
 _MOST_GRAPHS = 64

@@ -104,6 +104,8 @@ class DiffusionObjective(ABC):
 class DenoisingPolicyObjective(DiffusionObjective):
     """DDPO, Flow-GRPO and GRPO-Guard: a pass for each recorded step.
 
+    ``is_guarded`` takes the ratio's bias and scale out of it (GRPO-Guard); otherwise it is PPO's clipped ratio.
+
     Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
     ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
 
@@ -114,9 +116,12 @@ class DenoisingPolicyObjective(DiffusionObjective):
         ['ref_means']
     """
 
-    def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
+    def __init__(
+        self, config: DenoisingPolicyConfig, kernel: TransitionKernel, *, is_guarded: bool = False
+    ) -> None:
         self._config = config
         self._kernel = kernel
+        self._is_guarded = is_guarded
         self.reads = (
             "latents",
             "next_latents",
@@ -126,7 +131,7 @@ class DenoisingPolicyObjective(DiffusionObjective):
             "timesteps",
             "advantage",
         )
-        if config.loss_mode == "guard":
+        if is_guarded:
             self.reads += ("old_means",)
         if config.kl_loss_coef:
             self.reads += ("ref_means",)
@@ -150,7 +155,7 @@ class DenoisingPolicyObjective(DiffusionObjective):
         [advantages] = stack_fields(samples, device, "advantage")
         drawn, dt = drawn_at(models.policy, self._kernel, samples, index)
         log_probs = drawn.log_prob(following)
-        if self._config.loss_mode == "guard":
+        if self._is_guarded:
             [old_means] = stack_fields(samples, device, "old_means", step=index)
             std = drawn.std.flatten()
             clip_ratio = self._config.clip_ratio
@@ -182,6 +187,8 @@ class DenoisingPolicyObjective(DiffusionObjective):
 class NFTObjective(DiffusionObjective):
     """DiffusionNFT: no step of the sampler is looked at, any sampler will do; of flow-matching models.
 
+    ``adv_clip_max`` is the advantage of the best image there can be, and its negative that of the worst.
+
     Metrics: ``actor/pg_loss``, and ``actor/kl_loss`` where there is one.
 
     Example:
@@ -192,8 +199,11 @@ class NFTObjective(DiffusionObjective):
     needs_old = True
     reads = ("clean_latents", "advantage", "timestep_map")
 
-    def __init__(self, config: NFTConfig, process: FlowProcess | None = None) -> None:
+    def __init__(
+        self, config: NFTConfig, process: FlowProcess | None = None, *, adv_clip_max: float = 5.0
+    ) -> None:
         self._config = config
+        self._adv_clip_max = adv_clip_max
         self._process = process or FlowProcess()
         self.num_timesteps = config.num_timesteps
         self.needs_reference = config.kl_loss_coef > 0
@@ -203,7 +213,7 @@ class NFTObjective(DiffusionObjective):
     ) -> PartialLoss:
         assert models.old is not None
         device = models.policy.device
-        bound = self._config.adv_clip_max
+        bound = self._adv_clip_max
         clean, advantages = stack_fields(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
         noised = self._process.add_noise(clean, noise, level)

@@ -5,10 +5,10 @@ import warnings
 from importlib import import_module
 from importlib.util import find_spec
 
-from gcore_trainer.errors import MissingExtraError
+from gcore_trainer.errors import make_extra_error
 
 if find_spec("megatron") is None:
-    raise MissingExtraError("megatron", "megatron")
+    raise make_extra_error("megatron", "megatron")
 
 _cpp_extension = logging.getLogger("torch.utils.cpp_extension")
 _level = _cpp_extension.level

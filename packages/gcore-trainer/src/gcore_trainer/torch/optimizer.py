@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gcore_trainer.config import OptimizerConfig, require
-from gcore_trainer.errors import ConfigError, MissingExtraError
+from gcore_trainer.errors import ConfigError, make_extra_error
 from gcore_trainer.torch.host_memory import OffloadArena, first_row, local, piece_bytes
 
 BLOCK = 256
@@ -210,7 +210,7 @@ class AdamW8bit(AdamW):
 
     Raises:
         ConfigError: a parameter is not float32, bfloat16 or float16.
-        MissingExtraError: bitsandbytes is not installed.
+        TrainerError: bitsandbytes is not installed.
     """
 
     def __init__(
@@ -481,13 +481,13 @@ class _Blocks:
 
 
 def quantised_kernels() -> Any:
-    """Import the kernels of bitsandbytes; raise `MissingExtraError` if it is not installed."""
+    """Import the kernels of bitsandbytes; raise `TrainerError` if it is not installed."""
     # It looks for a package of kernels for 4-bit weights, which are not used here, and logs that there is none.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
     try:
         from bitsandbytes import functional
     except ImportError:
-        raise MissingExtraError("bitsandbytes", "8bit", "name is 'adamw_8bit'") from None
+        raise make_extra_error("bitsandbytes", "8bit", "name is 'adamw_8bit'") from None
     return functional
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from gcore_controller.errors import MissingExtraError
+from gcore_controller.errors import make_extra_error
 
 # If the program was started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -30,4 +30,4 @@ try:
         RayTrainerGroup as RayTrainerGroup,
     )
 except ImportError as error:
-    raise MissingExtraError("ray", "ray") from error
+    raise make_extra_error("ray", "ray") from error

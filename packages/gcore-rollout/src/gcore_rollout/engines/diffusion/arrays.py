@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import MissingExtraError
+from gcore_rollout.errors import make_extra_error
 
 if TYPE_CHECKING:
     from gcore_rollout.engines.diffusion.types import Trajectory
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 try:
     import ml_dtypes
 except ImportError:
-    raise MissingExtraError("ml_dtypes", "diffusion") from None
+    raise make_extra_error("ml_dtypes", "diffusion") from None
 
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:

@@ -10,7 +10,7 @@ import torch
 
 from gcore_rollout.engines.diffusion.arrays import host_array, host_entries, host_rows
 from gcore_rollout.engines.diffusion.types import Condition
-from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.errors import EngineModelError
 
 _TIMESTEPS = ("timestep", "timesteps", "t")
 """Names that models have for their timestep."""
@@ -43,11 +43,11 @@ class ModelCall:
                 return float(value)
             if value.ndim > 1:
                 shape = tuple(value.shape)
-                raise UnsupportedModelError(
+                raise EngineModelError(
                     f"the model's timestep has shape {shape}; expected one an image"
                 )
             return float(value.reshape(-1)[0])
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"arguments of the pipeline's model are {sorted(self.arguments)}; expected a timestep among them"
         )
 
@@ -58,7 +58,7 @@ class ModelCall:
         entries, as in ``added_cond_kwargs.time_ids``. What follows the latents along an axis is ``hidden_states+1``.
 
         Raises:
-            UnsupportedModelError: other latents, or something else that training could not give again.
+            EngineModelError: other latents, or something else that training could not give again.
         """
         left_out = {"return_dict", self.latents_argument, *_TIMESTEPS}
         arguments = {
@@ -91,7 +91,7 @@ class ModelCall:
             # With more along two axes, the shapes differ.
             if start.shape == expected.shape and torch.equal(start, expected):
                 return appended
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"the pipeline gives its model latents of shape {tuple(inputs.shape)} for its scheduler's "
             f"{tuple(latents.shape)}; expected the same latents, once or twice, with or without others after them"
         )
@@ -142,7 +142,7 @@ class AnswerForm:
     def find(
         cls, calls: Sequence[ModelCall], scheduler_input: torch.Tensor, guidance_scale: float
     ) -> "AnswerForm":
-        """Return the form by which the scheduler was given a tensor [B, ...]; `UnsupportedModelError` if there is none.
+        """Return the form by which the scheduler was given a tensor [B, ...]; `EngineModelError` if there is none.
 
         A call of 2B rows has the prompt in its second half, or in the first (Z-Image); of two calls the first has it.
         """
@@ -162,7 +162,7 @@ class AnswerForm:
         best = min(forms, key=lambda form: form.error(outputs, scheduler_input))
         if best.holds(calls, scheduler_input):
             return best
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"the pipeline gives its scheduler {tuple(scheduler_input.shape)} for its model's outputs of shape "
             f"{tuple(outputs.shape)} in {len(calls)} calls; expected the output itself, or u + guidance_scale (c - u) "
             "of the ones without and with the prompt, which training can compute again"
@@ -254,7 +254,7 @@ def _flatten_dicts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             entries = value
         for entry in entries:
             if not isinstance(entry, torch.Tensor) and not _is_plain(entry):
-                raise UnsupportedModelError(
+                raise EngineModelError(
                     f"the pipeline gives its model {prefix}{name} of type {type(entry).__name__}; expected tensors, "
                     "plain values, and dicts and lists of them"
                 )

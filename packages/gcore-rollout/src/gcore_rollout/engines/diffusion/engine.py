@@ -38,7 +38,7 @@ from gcore_rollout.engines.queueing import (
     SampleFilter,
     sample_seeds,
 )
-from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, RequestError, RolloutError
 from gcore_rollout.weight_sync.digests import digest_held_tensor
 from gcore_rollout.weight_sync.layout import check_shapes
 
@@ -78,7 +78,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         pipeline: The pipeline.
 
     Raises:
-        UnsupportedModelError: its scheduler has no log-probability, or the pipeline makes something unknown of its
+        EngineModelError: its scheduler has no log-probability, or the pipeline makes something unknown of its
             model's output.
 
     Example:
@@ -145,7 +145,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._needs_image = False
         try:
             self._timestep_map = self._probe(0, size)
-        except UnsupportedModelError:
+        except EngineModelError:
             if not self._call.takes_images:
                 raise
             self._timestep_map = self._probe(1, size)
@@ -329,7 +329,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         for conditions in tape.conditions[1:]:
             of_call = {name: value for name, value in conditions.items() if name not in per_image}
             if not same_conditions(common, of_call):
-                raise UnsupportedModelError(
+                raise EngineModelError(
                     f"the pipeline's two calls of its model have other {sorted(common)}; expected the same in both"
                 )
         rows, shared = image_conditions(tape.conditions[0], per_image)
@@ -384,14 +384,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                     settings = f"size {size}"
                     if self._call.options:
                         settings += f" and {self._call.options}"
-                    raise UnsupportedModelError(
+                    raise EngineModelError(
                         f"{self._call.kind} makes no image of a prompt {images} with {settings}: "
                         f"{' '.join(str(error).split())}"
                     ) from error
             if not tape.conditions:
-                raise UnsupportedModelError(
-                    "the pipeline makes no step: its model was never called"
-                )
+                raise EngineModelError("the pipeline makes no step: its model was never called")
             for name, value in tape.conditions[0].items():
                 is_long = isinstance(value, list) or (
                     isinstance(value, torch.Tensor) and value.ndim > 0

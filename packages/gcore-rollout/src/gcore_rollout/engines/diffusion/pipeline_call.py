@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSampling
-from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, RequestError, RolloutError
 from gcore_rollout.images.reward import import_pillow
 
 _SCALES_BELOW = {"ZImagePipeline": 1.0}
@@ -29,7 +29,7 @@ class PipelineCall:
         takes_images: Whether prompts may have images.
 
     Raises:
-        UnsupportedModelError: the pipeline has no argument of a name in ``options``.
+        EngineModelError: the pipeline has no argument of a name in ``options``.
     """
 
     def __init__(self, pipeline: Any, denoiser: Any, options: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class PipelineCall:
         self.takes_text = "prompt" in self._accepted
         unknown = sorted(self.options.keys() - self._accepted)
         if unknown:
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"{self.kind} has no {unknown[0]}: it takes {sorted(self._accepted)}"
             )
 

@@ -20,7 +20,7 @@ import torch
 from gcore_rollout.engines.diffusion.calls import AnswerForm, ModelCall, same_conditions
 from gcore_rollout.engines.diffusion.kernels import DDIM, FlowODE, Kernel
 from gcore_rollout.engines.diffusion.types import SCALARS, STACKED, ImageSampling, Trajectory
-from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, RequestError, make_extra_error
 
 try:
     import diffusers
@@ -30,7 +30,7 @@ try:
     )
     from diffusers.utils import logging
 except ImportError:
-    raise MissingExtraError("diffusers", "diffusion") from None
+    raise make_extra_error("diffusers", "diffusion") from None
 
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
@@ -96,7 +96,7 @@ class Tape:
         if self.is_aborted:
             raise StepAbortedError
         if len(latents) != len(self._generators):
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"the pipeline steps {len(latents)} latents for {len(self._generators)} images; expected one each "
                 "(guidance within the latents, as in DiTPipeline, needs guidance_scale=1)"
             )
@@ -129,7 +129,7 @@ class Tape:
             if has_noise or self._samplings[0].window is not None:
                 if not call.is_of_trained:
                     sampling = self._samplings[rows[0]]
-                    raise UnsupportedModelError(
+                    raise EngineModelError(
                         f"window is {sampling.window} and step {index} is not made by the model that is trained; "
                         f"expected a window of its steps among {sampling.num_inference_steps}"
                     )
@@ -178,7 +178,7 @@ class Tape:
         calls = list(self._calls)
         self._calls.clear()
         if len(calls) not in (1, 2):
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"the pipeline calls its model {len(calls)} times a step; expected once or twice"
             )
         conditions = [call.conditions(latents) for call in calls]
@@ -190,7 +190,7 @@ class Tape:
             and all(map(same_conditions, conditions, self.conditions))
             and self.form.holds(calls, scheduler_input)
         ):
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 "the pipeline calls its model otherwise in later steps than in the first; expected the same conditions "
                 "and guidance in all steps"
             )
@@ -256,7 +256,7 @@ class Recorded:
             steps; empty: it has one.
 
     Raises:
-        UnsupportedModelError: another scheduler, one with settings that have no log-probability, or no known model.
+        EngineModelError: another scheduler, one with settings that have no log-probability, or no known model.
 
     Attributes:
         denoiser: The model that is called at every step, or at those that are trained.
@@ -273,14 +273,12 @@ class Recorded:
                 models[name] = model
         class_name = type(pipeline).__name__
         if not models:
-            raise UnsupportedModelError(
-                f"{class_name} has no model; expected a transformer or a unet"
-            )
+            raise EngineModelError(f"{class_name} has no model; expected a transformer or a unet")
         if not component and len(models) == 1:
             component = next(iter(models))
         if component not in models:
             names = " or ".join(models)
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"component is {component!r}; expected {names}, which {class_name} has"
             )
         self.denoiser = denoiser = models[component]
@@ -366,20 +364,18 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     Weights of a variant, such as fp16, are loaded if a component has no others.
 
     Raises:
-        UnsupportedModelError: it is not the folder of a pipeline that diffusers knows, or its weights lack tensors.
+        EngineModelError: it is not the folder of a pipeline that diffusers knows, or its weights lack tensors.
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{path} has no model_index.json; expected the folder of a pipeline of diffusers"
         )
     components = json.loads(index.read_text())
     name = components.get("_class_name")
     pipeline_class = getattr(diffusers, name or "", None)
     if pipeline_class is None:
-        raise UnsupportedModelError(
-            f"class of {index} is {name!r}; expected a pipeline of diffusers"
-        )
+        raise EngineModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
     absent = {
         name: None
         for name, entry in components.items()
@@ -388,7 +384,7 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     by_folder = [weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()]
     variants = sorted({variant for variant in by_folder if variant is not None})
     if len(variants) > 1:
-        raise UnsupportedModelError(f"{path} has weights of the variants {variants}; expected one")
+        raise EngineModelError(f"{path} has weights of the variants {variants}; expected one")
     variant = next(iter(variants), None)
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -397,7 +393,7 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
             path, dtype=dtype, local_files_only=True, variant=variant, **absent
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{path} does not load: {error}") from error
+        raise EngineModelError(f"{path} does not load: {error}") from error
     finally:
         if has_bar:
             logging.enable_progress_bar()
@@ -409,7 +405,7 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
             tensor for tensor, parameter in component.named_parameters() if parameter.is_meta
         ]
         if missing:
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"the weights in {Path(path) / name} lack {len(missing)} of the model's tensors, such as {missing[0]}"
             )
     return pipeline
@@ -424,11 +420,11 @@ def _make_recording_scheduler(scheduler: Any) -> Any:
         if type(scheduler) in (plain, recording):
             for name in ("stochastic_sampling", "thresholding", "invert_sigmas"):
                 if scheduler.config.get(name):
-                    raise UnsupportedModelError(
+                    raise EngineModelError(
                         f"the scheduler has {name}: its steps have no log-probability then"
                     )
             return recording.from_config(scheduler.config)
-    raise UnsupportedModelError(
+    raise EngineModelError(
         f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected "
         f"{_advised_scheduler(scheduler)}, saved in the pipeline's folder"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gcore_rollout.engines.host_weights import HostWeights
-from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.errors import EngineModelError
 
 
 def host_text_encoders(pipeline: Any, device: torch.device) -> list[torch.nn.Module]:
@@ -22,14 +22,14 @@ def host_text_encoders(pipeline: Any, device: torch.device) -> list[torch.nn.Mod
         device: of the pipeline's other models.
 
     Raises:
-        UnsupportedModelError: the pipeline has no such method, or no text encoder.
+        EngineModelError: the pipeline has no such method, or no text encoder.
     """
     encoders: list[torch.nn.Module] = []
     for name, part in pipeline.components.items():
         if name.startswith("text_encoder") and part is not None:
             encoders.append(part)
     if not encoders or not hasattr(pipeline, "encode_prompt"):
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{type(pipeline).__name__} has no text encoder; expected one with offload_text_encoders"
         )
     weights = HostWeights(encoders, device)

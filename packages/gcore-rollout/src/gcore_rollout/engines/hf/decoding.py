@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from gcore_rollout.engines.hf.plain_attention import Rule, attend, attend_causally
-from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, RolloutError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 
 ATTENTION_NAME = "gcore_slots"
@@ -95,7 +95,7 @@ def load_model(
         raise
     except (AttributeError, KeyError, TypeError) as error:
         # Raised by models that have classes of their own for every attention that they know.
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{config.model_type!r} does not load with an attention that is not transformers' own "
             f"({type(error).__name__}: {error}): the vllm engine may run it"
         ) from error
@@ -120,7 +120,7 @@ def load_model(
         "sliding_attention",
     }
     if not model.is_backend_compatible() or unknown_types:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
             "the hf engine cannot run it, the vllm engine may"
         )
@@ -128,7 +128,7 @@ def load_model(
     if max_model_len is not None and longest < min(
         max_model_len, text_config.max_position_embeddings
     ):
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"max_model_len is {max_model_len}; expected at most {longest} for rope_type 'longrope' of "
             f"{config.model_type!r}, whose factors change there: the vllm engine computes longer sequences"
         )
@@ -163,7 +163,7 @@ def check_logits(
         engine_logits: returns logits [P, V] after prompts, and after one token more of each; both are given.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding, or the model cannot be called in this way.
+        EngineModelError: they differ by more than rounding, or the model cannot be called in this way.
     """
     model_type: str = model.config.model_type
     rng = np.random.default_rng(0)
@@ -185,7 +185,7 @@ def check_logits(
     except (RolloutError, torch.OutOfMemoryError):
         raise
     except _FAULTS as error:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"the hf engine cannot run {model_type!r} ({type(error).__name__}: {error}): the vllm engine may"
         ) from error
     finally:
@@ -205,7 +205,7 @@ def check_logits(
                 raise RolloutError(
                     f"{name} of {model_type!r} holds nan or infinity; expected finite weights"
                 )
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"log-probabilities of {model_type!r} in the hf engine differ from those of transformers by "
             f"{float(differences_P2.max()):.2g} on average (at most {limit:g} is rounding): the model does something "
             "that the engine does not compute, the vllm engine may"
@@ -511,13 +511,13 @@ def _forward(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     if slots is None:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{type(module).__name__} is not given the keyword arguments of the model's forward pass: the hf engine "
             "needs them, the vllm engine may run the model"
         )
     # Masks are not asked for: this one is the model's own.
     if attention_mask is not None:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{type(module).__name__} computes an attention mask of its own: the hf engine does not apply it, the vllm "
             "engine may"
         )
@@ -526,9 +526,7 @@ def _forward(
     if sliding_window is None:
         sliding_window = _window_of_mask(module, layer)
     if sliding_window is not None and sliding_window < 1:
-        raise UnsupportedModelError(
-            f"sliding_window is {sliding_window}; expected at least 1, or none"
-        )
+        raise EngineModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
     rule = Rule(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     return slots.attend(layer, query, key, value, rule), None
 
@@ -550,7 +548,7 @@ def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
         return None
     if config.model_type in _LEAVE_WINDOW_TO_MASK:
         return window
-    raise UnsupportedModelError(
+    raise EngineModelError(
         f"sliding_window of {config.model_type!r} is {window}, and its layers do not pass it to their attention: "
         "the hf engine cannot tell where it applies, the vllm engine may run the model"
     )

@@ -231,7 +231,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
 
         Raises:
             ValueError: ``kv_cache_bytes`` is too little for one sample, or the model cannot be run in ``decode_mode``.
-            UnsupportedModelError: the architecture does not call transformers' attention interface, its logits in the
+            EngineModelError: the architecture does not call transformers' attention interface, its logits in the
                 engine differ from those of transformers, it computes ``max_model_len`` tokens differently than fewer
                 (rope_type ``longrope``), or it reads images and the folder has no image processor.
         """

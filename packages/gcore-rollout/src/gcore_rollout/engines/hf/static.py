@@ -24,7 +24,7 @@ from gcore_rollout.engines.hf.decoding import (
     to_device,
     truncate_logits,
 )
-from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, RolloutError
 
 LENGTH_STEP = 256
 """Numbers of keys are rounded up to multiples of it; a multiple of 16, which the masks of fused attention need."""
@@ -409,7 +409,7 @@ class _Graphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"a step of this model cannot be recorded as a CUDA graph ({error}): decode_mode 'static' may run it"
             ) from error
         return graph

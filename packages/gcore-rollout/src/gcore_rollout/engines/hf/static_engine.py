@@ -12,7 +12,7 @@ from gcore_rollout.engines.hf.decoding import DecodeMode
 from gcore_rollout.engines.hf.engine import HFEngine
 from gcore_rollout.engines.hf.static import LENGTH_STEP, NUM_STEPS, Block, StaticDecoder
 from gcore_rollout.engines.queueing import Control, QueuedSample, SampleFilter
-from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.errors import EngineModelError
 
 _PREFILL_TOKENS = 1 << 14
 """Most tokens of several prompts that are computed together, which bounds the memory of activations."""
@@ -25,7 +25,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
 
     Raises:
         ValueError: ``mode`` is unknown, or ``cuda_graphs`` elsewhere than on CUDA.
-        UnsupportedModelError: the model reads images, and ``mode`` has static shapes.
+        EngineModelError: the model reads images, and ``mode`` has static shapes.
     """
     if mode not in get_args(DecodeMode):
         raise ValueError(f"decode_mode is {mode!r}; expected {', '.join(get_args(DecodeMode))}")
@@ -42,7 +42,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
         is_on_host = types & {"dynamic", "longrope"} or "expert" in str(config.to_dict().keys())
         mode = "static" if is_on_host else "cuda_graphs"
     elif has_vision:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"decode_mode is {mode!r}; expected auto or dynamic for a vision-language model"
         )
     return partial(StaticHFEngine, use_graphs=mode == "cuda_graphs")

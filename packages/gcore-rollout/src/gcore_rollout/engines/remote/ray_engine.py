@@ -21,7 +21,7 @@ from gcore_rollout.engines.remote.session import (
     UpdateWeights,
     rebuild_exception,
 )
-from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError
+from gcore_rollout.errors import EngineDiedError, EngineStartError, make_extra_error
 from gcore_rollout.weight_sync.history import WeightHistory
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
@@ -31,7 +31,7 @@ try:
     from ray import cloudpickle
     from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 except ImportError as error:
-    raise MissingExtraError("ray", "ray") from error
+    raise make_extra_error("ray", "ray") from error
 
 _MAX_CONCURRENCY = 100_000
 _MAX_STARTS = 3

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout.errors import EngineDiedError, MissingExtraError, ServerRequestError
+from gcore_rollout.errors import EngineDiedError, ServerRequestError, make_extra_error
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,7 +30,7 @@ class ServerClient:
         timeout_s: how long the server may be silent in a call.
         api_key: the key that the server was started with, if any.
 
-    Raises a `MissingExtraError` if aiohttp is not installed.
+    Raises a `RolloutError` if aiohttp is not installed.
     """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -39,7 +39,7 @@ class ServerClient:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
         if find_spec("aiohttp") is None:
-            raise MissingExtraError("aiohttp", "http")
+            raise make_extra_error("aiohttp", "http")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._headers: dict[str, str] = {}

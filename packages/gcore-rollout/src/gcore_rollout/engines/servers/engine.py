@@ -44,9 +44,9 @@ from gcore_rollout.engines.vllm.process import (
 )
 from gcore_rollout.errors import (
     EngineDiedError,
+    EngineModelError,
     RolloutError,
     ServerRequestError,
-    UnsupportedModelError,
 )
 
 Controls = Mapping[Control, tuple[str, Mapping[str, Any]]]
@@ -91,7 +91,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             )
         self._model_path = Path(model_path)
         if not (self._model_path / "config.json").exists():
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"the server runs {self._model_path}, which is no model's folder on this machine: "
                 "set model_path to a folder here that holds the same model"
             )
@@ -144,7 +144,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             timeout_s: the server may be silent while it loads weights, too.
 
         Raises:
-            MissingExtraError: aiohttp is not installed.
+            RolloutError: aiohttp is not installed.
             EngineDiedError: the server cannot be reached.
             RolloutError: it was started without a needed option.
         """

@@ -24,9 +24,9 @@ from gcore_rollout.engines.queueing import (
 from gcore_rollout.engines.vllm import options, process, ranks, translation
 from gcore_rollout.errors import (
     EngineDiedError,
-    MissingExtraError,
+    EngineModelError,
     RolloutError,
-    UnsupportedModelError,
+    make_extra_error,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.shared_weights import gpu_of
@@ -182,8 +182,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 those that are set here; see `check_engine_options`.
 
         Raises:
-            MissingExtraError: vLLM is not installed.
-            UnsupportedModelError: vLLM cannot run this architecture, or there are no safetensors.
+            RolloutError: vLLM is not installed.
+            EngineModelError: vLLM cannot run this architecture, or there are no safetensors.
         """
         path = Path(path)
         if speculative_config is not None:
@@ -213,7 +213,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             except ModuleNotFoundError as error:
                 if error.name != "vllm":
                     raise
-                raise MissingExtraError("vllm", "vllm") from error
+                raise make_extra_error("vllm", "vllm") from error
 
             of_ranks = ranks.rank_options(
                 on_cpu=on_cpu,
@@ -247,7 +247,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             except ValueError as error:
                 if "architectures" not in str(error):
                     raise
-                raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
+                raise EngineModelError(f"vLLM cannot run {path}: {error}") from error
             process.check_head_size(config)
             engine = cls(
                 config,

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from gcore_rollout.engines.queueing import return_free_memory
 from gcore_rollout.engines.vllm import ranks
-from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
+from gcore_rollout.errors import EngineModelError, make_extra_error
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 from gcore_rollout.weight_sync.layout import check_shapes
 
@@ -44,7 +44,7 @@ def load_vision(folder: Path) -> VisionProcessor | None:
         return None
     # vLLM cannot load such a model without it.
     if find_spec("torchvision") is None:
-        raise MissingExtraError("torchvision", "vllm")
+        raise make_extra_error("torchvision", "vllm")
     return VisionProcessor.from_pretrained(folder)
 
 
@@ -107,7 +107,7 @@ def check_head_size(config: "VllmConfig") -> None:
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if model.get_head_size() not in sizes:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"head dimension is {model.get_head_size()}; expected one of {sizes}, which vLLM takes on CPU"
         )
 
@@ -248,7 +248,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     elif (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:
-        raise UnsupportedModelError(
+        raise EngineModelError(
             f"{folder} has no model.safetensors and no model.safetensors.index.json"
         )
     shapes: dict[str, tuple[int, ...]] = {}

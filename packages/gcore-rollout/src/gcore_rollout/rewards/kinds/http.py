@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
-from gcore_rollout.errors import MissingExtraError, RewardError, require
+from gcore_rollout.errors import RewardError, make_extra_error, require
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
 from gcore_rollout.rewards.reward import Scored
 from gcore_rollout.rewards.runner import RetryPolicy, check_score
@@ -27,7 +27,7 @@ class JSONServer:
 
     A status of 5xx or 429, a connection that fails and a time-out are tried again; any other status than 200 is an
     error at once, with the server's text, and so is an answer of more than 16 MB. A redirect is followed if it keeps
-    scheme, host and port. `MissingExtraError` if aiohttp is not installed.
+    scheme, host and port. `RolloutError` if aiohttp is not installed.
     """
 
     url: str
@@ -43,7 +43,7 @@ class JSONServer:
 
     def __post_init__(self) -> None:
         if find_spec("aiohttp") is None:
-            raise MissingExtraError("aiohttp", "http")
+            raise make_extra_error("aiohttp", "http")
         require(
             "url",
             self.url,

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError, require
+from gcore_rollout.errors import EngineModelError, RewardConfigError, RewardError, require
 from gcore_rollout.rewards.reward import finish_call
 
 Encode = Callable[[str, str], Sequence[int]]
@@ -56,13 +56,13 @@ class SequenceClassifierReward:
     def __post_init__(self) -> None:
         config = self.model.config
         if config.num_labels != 1:
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 f"the reward model has num_labels={config.num_labels}; expected 1"
             )
         # What decoders score each token with; others, such as BERT, have heads of other forms.
         self._token_head: Any = getattr(self.model, "score", None)
         if config.pad_token_id is None and self._token_head is None:
-            raise UnsupportedModelError(
+            raise EngineModelError(
                 "the reward model's config.json has no pad_token_id, which batches need: set it"
             )
         longest = self.max_length or getattr(config, "max_position_embeddings", None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout.errors import MissingExtraError, RewardError
+from gcore_rollout.errors import RewardError, make_extra_error
 from gcore_rollout.rewards.reward import Scored, column, gold_answer
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ _PYTHON = {"", "py", "python", "python3"}
 
 
 def import_reasoning_gym() -> Any:
-    """Import reasoning_gym; raise `MissingExtraError` if it is not installed."""
+    """Import reasoning_gym; raise `RolloutError` if it is not installed."""
     try:
         with warnings.catch_warnings():
             # A package it imports has two literals compared with `is`; Python says so whenever it compiles them.
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym
     except ImportError as error:
-        raise MissingExtraError("reasoning_gym", "reasoning-gym") from error
+        raise make_extra_error("reasoning_gym", "reasoning-gym") from error
     return reasoning_gym
 
 
@@ -119,7 +119,7 @@ class MathVerifyReward:
         try:
             import math_verify
         except ImportError as error:
-            raise MissingExtraError("math_verify", "math-verify") from error
+            raise make_extra_error("math_verify", "math-verify") from error
         # It warns at every call that its time-out is off.
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)
