@@ -12,6 +12,11 @@ from gcore_controller.rlhf.modality import SampledBatch
 @dataclass(frozen=True)
 class Group:
     prompt_index: int
+    oldest_version: int | None = None
+    has_signal: bool = True
+
+    def state(self) -> dict[str, object]:
+        raise AssertionError("nothing is saved")
 
 
 @dataclass

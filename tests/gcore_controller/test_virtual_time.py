@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -32,9 +33,14 @@ def test_time_is_what_programs_sleep() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_results_are_those_of_the_inline_runtime(world_size: int) -> None:
+    @dataclass(frozen=True)
     class Group:
-        def __init__(self, prompt_index: int) -> None:
-            self.prompt_index = prompt_index
+        prompt_index: int
+        oldest_version: int | None = None
+        has_signal: bool = True
+
+        def state(self) -> dict[str, object]:
+            raise AssertionError("nothing is saved")
 
     async def program(ctx: Ctx) -> tuple[list[int], list[str]]:
         drawn = 0
