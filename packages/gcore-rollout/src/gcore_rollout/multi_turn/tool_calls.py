@@ -36,7 +36,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
 _DECODER = json.JSONDecoder()
 _FAULTS = (ValueError, RecursionError, MemoryError)
-"""What parsers raise of text that is malformed, or nested too deeply."""
+"""Errors of parsers for text that is malformed or nested too deeply."""
 
 
 @dataclass(frozen=True, kw_only=True)
