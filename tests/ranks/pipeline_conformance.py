@@ -17,12 +17,12 @@ from tiny_families import FAMILIES, REFUSED, Family
 from gcore_diffusion.modality import training_sample
 from gcore_rollout import (
     DDIM,
+    EngineModelError,
     FlowSDE,
     ImageRequest,
     ImageSample,
     ImageSampling,
     Kernel,
-    UnsupportedModelError,
 )
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import Denoiser, DiffusionSample, LoRAConfig
@@ -166,7 +166,7 @@ def row(name: str, found: Measured, *, has_guidance: bool, deviation: float = 0.
     return f"| {name} | works | {guidance} | {found.makes} | {found.scheduler} | {deviation:.0g} |"
 
 
-def refused_row(name: str, error: UnsupportedModelError) -> str:
+def refused_row(name: str, error: EngineModelError) -> str:
     return f"| {name} | refused: {error} | | | | |"
 
 
@@ -176,7 +176,7 @@ async def row_of(name: str, path: Path) -> str:
         found = [
             await measured(family, path / str(scale), scale) for scale in family.guidance_scales
         ]
-    except UnsupportedModelError as error:
+    except EngineModelError as error:
         return refused_row(name, error)
     deviation = max(each.deviation for each in found)
     return row(name, found[-1], has_guidance=len(found) > 1, deviation=deviation)
