@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Server, served
-from forks import SOCKET
+from forks import MODULES, SOCKET
 from hypothesis import HealthCheck, settings
 
 # No deadline: a slow example only shows that the machine is busy. Each run has the same examples, so that a change is
@@ -109,6 +109,21 @@ def vllm_forks(vllm_server: Server) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SOCKET, str(Path(os.environ[SOCKET]).with_name("gcore_llm-vllm")))
         yield
+
+
+@pytest.fixture
+def forked_commands(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a test starts as `python -m`, and those that they start, are forks, too."""
+    del server
+    monkeypatch.setenv(MODULES, "1")
+
+
+@pytest.fixture
+def forked_diffusion_commands(diffusion_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, of a server that has imported diffusers."""
+    del diffusion_server
+    monkeypatch.setenv(MODULES, "1")
+    monkeypatch.setenv(SOCKET, str(Path(os.environ[SOCKET]).with_name("gcore_diffusion")))
 
 
 @pytest.fixture(scope="module")

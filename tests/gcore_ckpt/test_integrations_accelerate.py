@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from forks import FORK
 
 from gcore_ckpt import Checkpointer, verify
 from gcore_ckpt.integrations.accelerate import load_state, save_state
@@ -119,17 +120,15 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 def test_ranks_of_fsdp2_resume_in_another_number(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def run(ranks: int, path: str, first: int, last: int) -> list[str]:
         command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
+            *(sys.executable, *FORK, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", str(ranks)),
+            *("--no-python", sys.executable, *FORK),
         ]
         arguments: list[Any] = [tmp_path / "program.py", tmp_path / path, first, last]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_trainer
 import torch
+from forks import FORK
 from tiny_trainer import StopAfter, losses, make_trainer
 
 from gcore_ckpt import Checkpointer, verify
@@ -61,16 +62,14 @@ def test_resumed_losses_are_those_of_one_run(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_ranks_resume(tmp_path: Path, is_sharded: bool) -> None:
     def run(path: str, stop: int) -> None:
         command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
+            *(sys.executable, *FORK, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2"),
+            *("--no-python", sys.executable, *FORK),
         ]
         arguments = [
             tiny_trainer.__file__,

@@ -165,12 +165,14 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
             assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=0.05)
 
 
-def test_compiled_layers_are_sharded(rank_server: RankServer, qwen2: Path) -> None:
+def test_compiled_layers_are_sharded(rank_server: RankServer, tmp_path: Path) -> None:
+    """One layer: to compile it takes most of the time."""
+    path = save_model(Qwen2Config(**SIZES | {"num_hidden_layers": 1}), tmp_path, seed=0)
     objective = PolicyObjective(PolicyLossConfig())
-    steps = steps_of(qwen2, 3)
-    expected, _ = train_alone(qwen2, objective, OPTIMIZER, steps)
+    steps = steps_of(path, 2)
+    expected, _ = train_alone(path, objective, OPTIMIZER, steps)
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
-    arguments = (str(qwen2), objective, OPTIMIZER, parts)
+    arguments = (str(path), objective, OPTIMIZER, parts)
     for metrics in rank_server.shared(2).run("train_compiled", *arguments, size=2):
         for own, alone in zip(metrics, expected, strict=True):
             assert without_tokens(own) == pytest.approx(without_tokens(alone), rel=1e-4, abs=1e-6)

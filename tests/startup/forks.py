@@ -20,6 +20,8 @@ from typing import Any
 
 SOCKET = "GCORE_TESTS_FORKS"
 """The variable with the path of the server's socket; next to it, `parent_of` finds whose place a fork has."""
+MODULES = "GCORE_TESTS_FORK_MODULES"
+"""The variable that has `python -m` of our modules run in forks, too."""
 FORK = ("-X", "fork")
 """Options of a Python whose program is to run in a fork."""
 
@@ -160,6 +162,10 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
             sys.argv = ["-c", *rest[1:]]
             sys.path[0] = ""
             exec(rest[0], {"__name__": "__main__"})
+        elif flag == "-m":
+            sys.argv = rest
+            sys.path[0] = request["folder"]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
             sys.argv = [flag, *rest]
             sys.path[0] = str(Path(flag).parent)

@@ -121,6 +121,7 @@ def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_commands")
 def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
     options = [
         "--workload",

@@ -53,6 +53,7 @@ def test_the_plain_loop_steps_as_flow_grpo_does(
     assert any(not torch.equal(p, q) for p, q in zip(loop.model.parameters(), before, strict=True))
 
 
+@pytest.mark.usefixtures("forked_diffusion_commands")
 def test_bench_measures_steps(tmp_path: Path) -> None:
     options = DiffusionOptions(quick=True, json=tmp_path / "figures.json")
     run(options, Console(file=io.StringIO(), width=140))

@@ -88,6 +88,7 @@ def test_constants_of_nemo_rl_are_fitted_to_few_rows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_commands")
 def test_bench_prints_every_published_step(tmp_path: Path) -> None:
     """Each has its measurement and predictions; what a row is fitted to is met, and what is held out is not all."""
     done = subprocess.run(

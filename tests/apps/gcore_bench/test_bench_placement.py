@@ -140,6 +140,7 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_commands")
 def test_bench_measures_live_runs(tmp_path: Path) -> None:
     # Two runs, whose samples and training are compared; the others differ in options of gcore-llm only.
     part, printed = bench(tmp_path, "live")

@@ -86,6 +86,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_commands")
 def test_bench_measures_the_trainer(tmp_path: Path) -> None:
     command = [
         sys.executable,

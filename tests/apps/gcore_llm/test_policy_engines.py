@@ -416,7 +416,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             ["--rollout.engine-options.weights_dir", "x"],
             "rollout.engine_options has 'weights_dir'; expected some of decode_mode, kv_cache_bytes with engine 'hf'",
         ),
-        (["--rollout.weights-dir", "x"], "did you mean --rollout.engine-options?"),
+        (["--rollout.weights-dir", "x"], "did you mean --rollout.engine-options.weights-dir?"),
         (
             [
                 "--rollout.engine",

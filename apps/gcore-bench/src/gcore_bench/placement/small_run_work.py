@@ -149,6 +149,7 @@ def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
     """Return the median seconds of a step of `gcore-llm train`, without the first, which touches new memory."""
     from gcore_llm import (
         ActorConfig,
+        ActorOptimConfig,
         AlgorithmConfig,
         DataConfig,
         RolloutConfig,
@@ -188,7 +189,11 @@ def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
         ),
         rollout=RolloutConfig(n=len(run.responses[0]), max_num_seqs=run.max_num_seqs),
         algorithm=AlgorithmConfig(filter_groups=False),
-        actor=ActorConfig(optim=OPTIMIZER, loss=LOSS, ppo_max_token_len=run.max_tokens),
+        actor=ActorConfig(
+            optim=ActorOptimConfig(lr=OPTIMIZER.lr, grad_clip=OPTIMIZER.grad_clip),
+            loss=LOSS,
+            ppo_max_token_len=run.max_tokens,
+        ),
         trainer=TrainerConfig(
             total_training_steps=times + 1, save_freq=times + 1, tensorboard=False
         ),
