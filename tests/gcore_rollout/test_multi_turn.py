@@ -23,7 +23,6 @@ from gcore_rollout import (
     Reply,
     Request,
     RequestError,
-    RevisionEnvironment,
     RolloutError,
     SamplingParams,
     Scored,
@@ -34,7 +33,7 @@ from gcore_rollout import (
 )
 from gcore_rollout.errors import EpisodeError
 from gcore_rollout.multi_turn.config import EnvironmentRole
-from gcore_rollout.multi_turn.environment import hermes_calls
+from gcore_rollout.multi_turn.environment import RevisionEnvironment, hermes_calls
 
 START, END = "<|start|>", "<|end|>"
 # Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.

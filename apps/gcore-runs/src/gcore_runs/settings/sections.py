@@ -13,10 +13,10 @@ from gcore_rollout import (
     Reduce,
     RequestError,
     SamplingParams,
-    ScorePattern,
     check_engine_options,
     engine_kind,
     engine_names,
+    make_score_parser,
 )
 from gcore_runs.errors import UserError
 from gcore_runs.settings.checks import (
@@ -579,13 +579,11 @@ class JudgeOptions(LocalEngineConfig):
         sampling = SamplingParams(max_tokens=self.max_response_length, temperature=self.temperature)
         return JudgeModel(sampling=sampling, n=self.n, **fields)
 
-    def scores(self) -> ScorePattern:
+    def scores(self) -> Callable[[str], float | None]:
         """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
         if self.low == self.high:
             raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
-        return ScorePattern(
-            pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high
-        )
+        return make_score_parser(self.pattern, low=self.low, high=self.high)
 
 
 class PolicyReplicas(Protocol):

@@ -1,18 +1,131 @@
-"""Conversations as tokens: the policy's turns are kept as they were sampled, and only other messages are tokenized.
+"""Chat messages: the one form of them that chat templates take, and conversations as tokens.
 
-Decoding a turn and tokenizing it again sometimes gives other tokens than those sampled, whose log-probs would be of
-another text. Templates may also render earlier turns differently later, such as without their reasoning. So each
-message of an environment is rendered after a turn that stands in for the policy's, and the text before it is dropped.
+Of a conversation the policy's turns are kept as they were sampled, and only other messages are tokenized. Decoding a
+turn and tokenizing it again sometimes gives other tokens than those sampled, whose log-probs would be of another text.
+Templates may also render earlier turns differently later, such as without their reasoning. So each message of an
+environment is rendered after a turn that stands in for the policy's, and the text before it is dropped.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gcore_rollout.errors import RolloutError
-from gcore_rollout.multi_turn.messages import normalize_messages, render_chat
+from gcore_rollout.errors import RequestError, RolloutError
+
+_IMAGE_TYPES = ("image", "image_url")
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
+
+
+def normalize_messages(messages: object, *, keeps_parts: bool = False) -> list[dict[str, Any]]:
+    """Return chat messages in one form: no key is None, and content is text.
+
+    Parquet, as `datasets` writes it, gives every message the keys of all messages: those that are None are dropped, at
+    any depth. Content that is a list of text parts is joined. Content that is None is empty text if the message has
+    tool calls.
+
+    Args:
+        messages: a list of mappings with ``role``, and ``content`` or ``tool_calls``.
+        keeps_parts: keep content that is a list of parts, for models that read images.
+
+    Raises:
+        RequestError: anything else; it names the message and the field.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError(
+            f"messages are {messages!r:.80}; expected a list of messages with role and content"
+        )
+    return [
+        _normalize_message(message, number, keeps_parts)
+        for number, message in enumerate(messages, 1)
+    ]
+
+
+def drop_none(value: Any, where: str) -> Any:
+    """Return a value of mappings, lists and text without the keys that are None, at any depth.
+
+    ``where`` names the value in errors. `RequestError` if a text has a lone surrogate, which is no character.
+    """
+    if isinstance(value, str):
+        check_text(value, where)
+        return value
+    if isinstance(value, Mapping):
+        entries: Mapping[Any, Any] = value
+        return {
+            key: drop_none(entry, f"{where}.{key}")
+            for key, entry in entries.items()
+            if entry is not None
+        }
+    if isinstance(value, list | tuple):
+        return [drop_none(entry, where) for entry in value]
+    return value
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise a `RequestError` if a text cannot be encoded; ``where`` names it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{where} has a lone surrogate, {text[error.start]!r} at character {error.start + 1}; expected Unicode text"
+        ) from None
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """Apply the tokenizer's chat template to normalized messages; `RequestError` if the template refuses them."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        # A template is a program, which may fail in any way.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RequestError(f"the chat template refuses the messages: {reason}") from error
+
+
+def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"message {number} is {message!r:.80}; expected a mapping with role and content"
+        )
+    where = f"message {number}"
+    normalized: dict[str, Any] = drop_none(message, where)
+    if not isinstance(normalized.get("role"), str):
+        raise RequestError(
+            f"{where} has the role {normalized.get('role')!r}; expected text, such as 'user'"
+        )
+    content: Any = normalized.get("content")
+    if content is None:
+        if not normalized.get("tool_calls"):
+            fault = "is None" if "content" in message else "is missing"
+            raise RequestError(
+                f"{where}.content {fault}; expected text, which may be None next to tool_calls alone"
+            )
+        normalized["content"] = ""
+    elif isinstance(content, list):
+        if not keeps_parts:
+            normalized["content"] = _join_parts(content, f"{where}.content")
+    elif not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content is {content!r:.80}; expected text, or a list of parts of type text"
+        )
+    return normalized
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    texts: list[str] = []
+    for part in parts:
+        text: object = part
+        if isinstance(part, Mapping):
+            entries: Mapping[str, Any] = part
+            kind = entries.get("type", "text")
+            if kind in _IMAGE_TYPES:
+                raise RequestError(f"{where} has an image; expected text alone")
+            text = None
+            if kind == "text":
+                text = entries.get("text")
+        if not isinstance(text, str):
+            raise RequestError(f"{where} has the part {part!r:.80}; expected parts of type text")
+        texts.append(text)
+    return "".join(texts)
 
 
 class ChatEncoder:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from gcore_rollout.errors import EpisodeError, RequestError, RewardError, require
-from gcore_rollout.multi_turn.chat import ChatEncoder
+from gcore_rollout.multi_turn.chat import ChatEncoder, normalize_messages
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
-from gcore_rollout.multi_turn.messages import normalize_messages
 from gcore_rollout.rewards.registry import load_function
 from gcore_rollout.rewards.reward import FailureLog, Scored
 from gcore_rollout.rewards.runner import OnError, RewardRunner
