@@ -9,7 +9,7 @@ from engine_oracles import make_tiny_model
 from server_processes import served_by_sglang
 from sglang_exchanges import RECORDED, Recorder, run_scenario
 
-from gcore_rollout import SGLangServerEngine
+from gcore_rollout.engines.servers.sglang import SGLangServerEngine
 
 
 async def record(url: str, folder: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout import CodeReward, RewardError, Sandbox, SandboxLimits, Scored, evaluate
+from gcore_rollout import CodeReward, RewardError, Sandbox, Scored, evaluate
 from gcore_rollout.rewards.kinds.verifiers import last_code_block
 
 RIGHT = "I think so:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -21,7 +21,7 @@ CASES = [
 
 def reward(**options: Any) -> CodeReward:
     # Isolation has tests of its own; these also run where the kernel gives none.
-    return CodeReward(Sandbox(isolation="limits", limits=SandboxLimits(wall_s=2)), **options)
+    return CodeReward(Sandbox(isolation="limits", wall_s=2), **options)
 
 
 async def judged(completion: str, tests: Any, **options: Any) -> Scored:

@@ -17,13 +17,13 @@ from slow_hf_engine import SlowEngine
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
 from gcore_rollout import (
+    EngineHandle,
     EngineProcess,
     EngineReplicas,
     HFEngine,
     InstrumentedEngine,
     RayEngine,
     WeightReferences,
-    start_engine_actor,
 )
 
 globals().update(PROMISES)
@@ -55,7 +55,7 @@ def actor(tied: TinyModel) -> Iterator[Any]:
     slow = partial(Transparent.from_pretrained, tied.path, max_num_seqs=MAX_NUM_SEQS)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # pyright: ignore[reportPrivateImportUsage]
     with ray_cluster("here"):
-        yield start_engine_actor(slow, num_threads=1)
+        yield EngineHandle.start(slow, num_threads=1)
 
 
 @pytest.fixture(params=["process", "ray", "replicas", "wrapped"])

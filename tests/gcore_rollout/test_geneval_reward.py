@@ -26,14 +26,13 @@ from transformers import (
 )
 
 from gcore_rollout import (
-    GenEvalReward,
     ImageRewardSettings,
     RewardConfigError,
     build_image_reward,
     evaluate_images,
 )
 from gcore_rollout.images.detection import ObjectDetector
-from gcore_rollout.images.geneval import geneval_score, relative_positions
+from gcore_rollout.images.geneval import GenEvalReward, geneval_score, relative_positions
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 48, 3)).astype(np.uint8)
 PROMPTS = ["a", "b", "c"]

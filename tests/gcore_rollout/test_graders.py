@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 
 from gcore_rollout import (
-    AIMEReward,
     CodeReward,
-    GSM8KReward,
-    MathVerifyReward,
-    MultipleChoiceReward,
     RewardError,
     Sandbox,
-    SandboxLimits,
     Scored,
     build_reward,
     evaluate,
 )
-from gcore_rollout.rewards.kinds.graders import final_integer, final_letter, final_number
+from gcore_rollout.rewards.kinds.graders import (
+    MultipleChoiceReward,
+    final_integer,
+    final_letter,
+    final_number,
+    make_aime_reward,
+    make_gsm8k_reward,
+)
+from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
 
 
 @pytest.mark.parametrize(
@@ -61,13 +64,13 @@ def test_final_number(text: str, number: int | str | None) -> None:
 
 def test_gsm8k() -> None:
     row = {"answer": "Natalia sold 48/2 = <<48/2=24>>24 clips.\n48+24 = 72\n#### 1,072"}
-    assert GSM8KReward()("", "so 1072.00 in all", row) == Scored(score=1.0, answer="1072")
-    assert GSM8KReward()("", "72", row) == Scored(score=0.0, answer="72")
-    assert GSM8KReward(answer_key="gold")("", "none", {"gold": 3}) == Scored(score=0.0)
+    assert make_gsm8k_reward()("", "so 1072.00 in all", row) == Scored(score=1.0, answer="1072")
+    assert make_gsm8k_reward()("", "72", row) == Scored(score=0.0, answer="72")
+    assert make_gsm8k_reward(answer_key="gold")("", "none", {"gold": 3}) == Scored(score=0.0)
     with pytest.raises(
         RewardError, match="the row's 'answer' is 'none'; expected a text with a number"
     ):
-        GSM8KReward()("", "1", {"answer": "none"})
+        make_gsm8k_reward()("", "1", {"answer": "none"})
 
 
 @pytest.mark.parametrize(
@@ -98,10 +101,12 @@ def test_final_integer(text: str, integer: int | None) -> None:
 
 
 def test_aime() -> None:
-    assert AIMEReward()("", "\\boxed{33}", {"answer": "033"}) == Scored(score=1.0, answer="33")
-    assert AIMEReward()("", "\\boxed{34}", {"answer": 33}).score == 0.0
+    assert make_aime_reward()("", "\\boxed{33}", {"answer": "033"}) == Scored(
+        score=1.0, answer="33"
+    )
+    assert make_aime_reward()("", "\\boxed{34}", {"answer": 33}).score == 0.0
     with pytest.raises(RewardError, match="the row's 'answer' is '1/2'; expected an integer"):
-        AIMEReward()("", "1", {"answer": "1/2"})
+        make_aime_reward()("", "1", {"answer": "1/2"})
 
 
 @pytest.mark.parametrize(
@@ -216,6 +221,6 @@ FUNCTION = "def total(xs: List[int]) -> int:\n    return sum(xs)"
     ],
 )
 async def test_published_code_tests(program: str, row: dict[str, Any], passed: float) -> None:
-    reward = CodeReward(Sandbox(isolation="limits", limits=SandboxLimits(wall_s=2)), partial=True)
+    reward = CodeReward(Sandbox(isolation="limits", wall_s=2), partial=True)
     scored = await evaluate(reward, prompt="", completion=f"```python\n{program}\n```", row=row)
     assert (scored.score, scored.answer) == (passed, None)

@@ -30,8 +30,8 @@ from transformers import (
     ViTModel,
 )
 
-from gcore_rollout import ImageRewardSettings, OCRReward, RewardConfigError, build_image_reward
-from gcore_rollout.images.text import text_similarity
+from gcore_rollout import ImageRewardSettings, RewardConfigError, build_image_reward
+from gcore_rollout.images.text import OCRReward, text_similarity
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
 ROWS: list[dict[str, Any]] = [{}] * 3

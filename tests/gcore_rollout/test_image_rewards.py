@@ -37,7 +37,6 @@ from transformers import (
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from gcore_rollout import (
-    ColourReward,
     HFEngine,
     ImageJudgeReward,
     JudgeModel,
@@ -47,9 +46,10 @@ from gcore_rollout import (
     Scored,
     VisionProcessor,
     evaluate_images,
+    make_colour_reward,
 )
-from gcore_rollout.images.models import AestheticReward, CLIPReward, ImageRewardScore
-from gcore_rollout.images.reward import JPEGCompressibility
+from gcore_rollout.images.models import make_aesthetic_reward, make_blip_reward, make_clip_reward
+from gcore_rollout.images.reward import make_jpeg_reward
 from gcore_rollout.rewards.kinds.http import HTTPImageReward
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
@@ -59,18 +59,18 @@ PROMPTS = ["red 1", "blue 2", "red 3"]
 
 
 def test_jpeg_is_kilobytes_of_quality_95() -> None:
-    found = JPEGCompressibility()(NOISE, PROMPTS, ROWS)
+    found = make_jpeg_reward()(NOISE, PROMPTS, ROWS)
     for image, score in zip(NOISE, found, strict=True):
         file = io.BytesIO()
         Image.fromarray(image).save(file, "JPEG", quality=95)
         assert score == -len(file.getvalue()) / 1000
-    assert (JPEGCompressibility(sign=1)(NOISE, PROMPTS, ROWS) == -found).all()
-    assert (JPEGCompressibility()(FLAT, PROMPTS, ROWS) > found).all()
-    assert (JPEGCompressibility(size=64)(NOISE, PROMPTS, ROWS) < found).all()
+    assert (make_jpeg_reward(sign=1)(NOISE, PROMPTS, ROWS) == -found).all()
+    assert (make_jpeg_reward()(FLAT, PROMPTS, ROWS) > found).all()
+    assert (make_jpeg_reward(size=64)(NOISE, PROMPTS, ROWS) < found).all()
 
 
 def test_colour_is_the_cosine_of_bright_pixels() -> None:
-    reward = ColourReward({"red": (1.0, 0.0, 0.0), "blue": (0.0, 0.0, 1.0)})
+    reward = make_colour_reward({"red": (1.0, 0.0, 0.0), "blue": (0.0, 0.0, 1.0)})
     images = np.zeros((3, 4, 4, 3), np.uint8)
     images[0, 0, 0] = (255, 0, 0)
     images[1, 1, 1] = (255, 0, 0)
@@ -81,20 +81,21 @@ def test_colour_is_the_cosine_of_bright_pixels() -> None:
     ):
         reward(images, ["green 1"] * 3, ROWS)
     with pytest.raises(RewardConfigError, match="three numbers from 0 to 1"):
-        ColourReward({"red": (2.0, 0.0, 0.0)})
+        make_colour_reward({"red": (2.0, 0.0, 0.0)})
 
 
 def test_clip_scores_are_transformers_own(clip: Path) -> None:
     model = CLIPModel.from_pretrained(clip)
-    reward = CLIPReward(clip)
-    texts = reward._tokenizer(PROMPTS, padding=True, return_tensors="pt")  # pyright: ignore[reportPrivateUsage]
+    reward = make_clip_reward(clip)
+    tokenizer: Any = AutoTokenizer.from_pretrained(clip)
+    texts = tokenizer(PROMPTS, padding=True, return_tensors="pt")
     pixels = CLIPImageProcessor.from_pretrained(clip)(list(NOISE), return_tensors="pt")
     with torch.no_grad():
         logits = model(**texts, **pixels).logits_per_image.diagonal()
     cosines = logits / model.logit_scale.exp()
     np.testing.assert_allclose(reward(NOISE, PROMPTS, ROWS), cosines.detach(), atol=1e-6)
     np.testing.assert_allclose(
-        CLIPReward(clip, scale=None)(NOISE, PROMPTS, ROWS), logits.detach() / 26, atol=1e-5
+        make_clip_reward(clip, scale=None)(NOISE, PROMPTS, ROWS), logits.detach() / 26, atol=1e-5
     )
 
 
@@ -110,15 +111,15 @@ def test_aesthetic_is_a_head_on_unit_embeddings(clip: Path, tmp_path: Path) -> N
         model: Any = CLIPModel.from_pretrained(clip)
         embeds = model.get_image_features(**pixels).pooler_output
         expected = head(embeds / embeds.norm(dim=1, keepdim=True))[:, 0]
-    found = AestheticReward(clip, tmp_path / "head.safetensors")(NOISE, PROMPTS, ROWS)
+    found = make_aesthetic_reward(clip, tmp_path / "head.safetensors")(NOISE, PROMPTS, ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-6)
     save_file(
         {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "narrow.safetensors"
     )
     with pytest.raises(RewardConfigError, match="layers from 12 embeddings to 1 score"):
-        AestheticReward(clip, tmp_path / "narrow.safetensors")
+        make_aesthetic_reward(clip, tmp_path / "narrow.safetensors")
     with pytest.raises(RewardConfigError, match="path is"):
-        CLIPReward(tmp_path)
+        make_clip_reward(tmp_path)
 
 
 BlipParts = tuple[Path, BlipForImageTextRetrieval, torch.nn.Sequential]
@@ -185,10 +186,11 @@ def image_reward(
 
 def test_image_reward_is_a_head_on_blip(image_reward: BlipParts, tmp_path: Path) -> None:
     path, blip, head = image_reward
-    reward = ImageRewardScore(path / "ImageReward.pt", path)
+    reward = make_blip_reward(path / "ImageReward.pt", path)
     mean, std = (torch.tensor(v)[:, None, None] for v in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
     pixels = (torch.from_numpy(NOISE).permute(0, 3, 1, 2) / 255 - mean) / std
-    encoded = reward._tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")  # pyright: ignore[reportPrivateUsage]
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    encoded = tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")
     with torch.no_grad():
         seen = blip.vision_model(pixel_values=pixels).last_hidden_state
         read = blip.text_encoder(
@@ -208,9 +210,9 @@ def test_image_reward_is_a_head_on_blip(image_reward: BlipParts, tmp_path: Path)
         ("other.safetensors", "it is not ImageReward's: "),
     ):
         with pytest.raises(RewardConfigError, match=said):
-            ImageRewardScore(tmp_path / name, path)
+            make_blip_reward(tmp_path / name, path)
     with pytest.raises(RewardConfigError, match="tokenizer is "):
-        ImageRewardScore(path / "ImageReward.pt", tmp_path)
+        make_blip_reward(path / "ImageReward.pt", tmp_path)
 
 
 async def test_a_vision_language_model_judges(tmp_path: Path) -> None:

@@ -22,7 +22,12 @@ from gcore_rollout import (
     VLLMEngine,
     WrongWeightsError,
 )
-from gcore_rollout.engines.instrumented import InstrumentedEngine, Rotation, WeightRecord
+from gcore_rollout.engines.instrumented import (
+    InstrumentedEngine,
+    WeightRecord,
+    choose_tensors,
+    note_costs,
+)
 from gcore_rollout.engines.protocol import Digest, Digests, HeldTensor, check_weights
 from gcore_rollout.engines.registry import PRELOAD_HF, PRELOAD_VLLM
 from gcore_rollout.engines.vllm import process as vllm_process
@@ -188,18 +193,18 @@ def test_what_is_checked_after_a_step(costs: list[tuple[int, float]]) -> None:
     tensors = {
         str(i): held_tensor(str(i), size, seconds) for i, (size, seconds) in enumerate(costs)
     }
-    rotation = Rotation()
-    rotation.note(list(tensors.values()))
+    costs_by_name: dict[str, tuple[int, float]] = {}
+    note_costs(costs_by_name, list(tensors.values()))
     step_s, seen = 0.1, set[str]()
     for _ in costs:
-        names = rotation.choose(step_s)
+        names = choose_tensors(costs_by_name, step_s)
         if names is None:
             seen |= tensors.keys()
             break
         assert len(names) >= 4
         if len(names) > 4 and sum(tensors[n].size_bytes for n in names) > 8 << 20:
             assert sum(tensors[n].seconds for n in names[:-1]) <= 0.01 * step_s + 1e-9
-        rotation.note([tensors[name] for name in names])
+        note_costs(costs_by_name, [tensors[name] for name in names])
         seen |= set(names)
     assert seen == tensors.keys()
 

@@ -21,11 +21,11 @@ from gcore_rollout import (
     RewardError,
     RewardRunner,
     SamplingParams,
-    ScorePattern,
-    WinnerPattern,
     evaluate,
-    evaluate_group,
+    make_score_parser,
+    make_winner_parser,
 )
+from gcore_rollout.rewards.runner import evaluate_group
 
 SAMPLING = SamplingParams(max_tokens=64)
 
@@ -118,13 +118,13 @@ async def scored(reward: JudgeReward, completion: str = "c") -> Any:
     ],
 )
 def test_score_pattern(text: str, score: float | None) -> None:
-    assert ScorePattern()(text) == (None if score is None else pytest.approx(score))
+    assert make_score_parser()(text) == (None if score is None else pytest.approx(score))
 
 
 def test_custom_score_pattern() -> None:
-    assert ScorePattern(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[0]]") == 0.5
-    assert ScorePattern(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[good]]") is None
-    assert ScorePattern(pattern=r"a(b)?")("a") is None, "the group took no part"
+    assert make_score_parser(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[0]]") == 0.5
+    assert make_score_parser(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[good]]") is None
+    assert make_score_parser(pattern=r"a(b)?")("a") is None, "the group took no part"
 
 
 @pytest.mark.parametrize("reduce", ["mean", "median", "majority"])
@@ -233,10 +233,13 @@ async def test_calls_run_together_and_a_question_has_one_answer() -> None:
             "on_unparsable is nan; expected 'drop' or a finite number",
         ),
         (lambda: judge(), "n is 0; expected at least 1"),
-        (lambda: ScorePattern(pattern="("), r"pattern is '\(': "),
-        (lambda: ScorePattern(pattern="x"), "pattern is 'x'; expected a group around the number"),
+        (lambda: make_score_parser(pattern="("), r"pattern is '\(': "),
         (
-            lambda: ScorePattern(low=1, high=1),
+            lambda: make_score_parser(pattern="x"),
+            "pattern is 'x'; expected a group around the number",
+        ),
+        (
+            lambda: make_score_parser(low=1, high=1),
             "low and high are 1 and 1; expected finite numbers, low below high",
         ),
         (
@@ -267,11 +270,11 @@ def test_bad_settings(make: Callable[[], object], message: str) -> None:
     ],
 )
 def test_winner_pattern(text: str, winner: str | None) -> None:
-    assert WinnerPattern()(text) == winner
+    assert make_winner_parser()(text) == winner
 
 
 def test_another_pattern_of_winners() -> None:
-    better = WinnerPattern(pattern=r"([ABC]) is better")
+    better = make_winner_parser(pattern=r"([ABC]) is better")
     assert [better(text) for text in ("A is better. b is better", "C is better", "Winner: A")] == [
         "B",
         None,
@@ -282,7 +285,7 @@ def test_another_pattern_of_winners() -> None:
         "A": "expected a group around the winner",
     }.items():
         with pytest.raises(RewardConfigError, match=message):
-            WinnerPattern(pattern=pattern)
+            make_winner_parser(pattern=pattern)
 
 
 def pairwise(

@@ -102,7 +102,11 @@ class Cluster:
             for role, n in zip(roles, counts, strict=True)
         ]
         self.all = LendingEngines(
-            self.pools, lend=self.lend, rule=self.rule, announce=self.lines.append
+            self.pools,
+            lend=self.lend,
+            choose_loan=self.rule.observe,
+            report_loan=self.rule.lent,
+            announce=self.lines.append,
         )
         self.policy, self.judge, *_ = self.all.engines
 
@@ -442,6 +446,10 @@ async def test_nothing_is_lent_while_nothing_samples(tied: TinyModel) -> None:
     assert cluster.rule.seen == []
     with pytest.raises(ValueError, match="pools has 1 models; expected at least 2"):
         LendingEngines(
-            cluster.pools[:1], lend=cluster.lend, rule=cluster.rule, announce=cluster.lines.append
+            cluster.pools[:1],
+            lend=cluster.lend,
+            choose_loan=cluster.rule.observe,
+            report_loan=cluster.rule.lent,
+            announce=cluster.lines.append,
         )
     await cluster.close()

@@ -23,7 +23,6 @@ from gcore_rollout import (
     Reply,
     Request,
     RequestError,
-    RevisionEnvironment,
     RolloutError,
     SamplingParams,
     Scored,
@@ -34,6 +33,7 @@ from gcore_rollout import (
 )
 from gcore_rollout.errors import EpisodeError
 from gcore_rollout.multi_turn.config import EnvironmentRole
+from gcore_rollout.multi_turn.environment import RevisionEnvironment
 from gcore_rollout.multi_turn.tool_calls import ToolCall, read_calls, read_hermes
 
 START, END = "<|start|>", "<|end|>"

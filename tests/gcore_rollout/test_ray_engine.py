@@ -36,9 +36,6 @@ from gcore_rollout import (
     WeightRecord,
     WeightReferences,
     WrongWeightsError,
-    end_engine_actor,
-    sleep_engine_actor,
-    start_engine_actor,
 )
 from gcore_rollout.engines.protocol import check_weights
 from gcore_rollout.weight_sync.digests import all_digests
@@ -60,7 +57,7 @@ def cluster() -> Iterator[None]:
 def start(
     factory: Callable[[], Any], *, node: str = "here", num_threads: int | None = None
 ) -> EngineHandle:
-    return start_engine_actor(factory, num_cpus=0, resources={node: 0.01}, num_threads=num_threads)
+    return EngineHandle.start(factory, num_cpus=0, resources={node: 0.01}, num_threads=num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -317,12 +314,12 @@ async def test_a_cancelled_caller_leaves_the_actor_in_order(slow: RayEngine) -> 
 async def test_an_actor_ends_for_all() -> None:
     actor = start(FakeEngine)
     engine = await RayEngine.connect(actor)
-    await end_engine_actor(actor)
+    await actor.end()
     with pytest.raises(EngineDiedError, match=r"died: it was ended$"):
         await engine.pause()
     with pytest.raises(EngineDiedError, match="died before it was ready: it was ended"):
         await RayEngine.connect(actor)
-    await end_engine_actor(actor)
+    await actor.end()
     await engine.close()
 
 
@@ -348,7 +345,7 @@ async def test_an_actor_has_another_engine_from_now_on(slow: RayEngine) -> None:
         assert client.weight_version == 7
     assert slow.weight_version != 7
     await third.close()
-    await end_engine_actor(after)
+    await after.end()
 
 
 async def test_a_lent_actor_sleeps_as_what_it_is() -> None:
@@ -356,19 +353,19 @@ async def test_a_lent_actor_sleeps_as_what_it_is() -> None:
     home = start(partial(FakeEngine, version=1)).lendable(
         "engine", {"judge": partial(FakeEngine, version=2)}
     )
-    await sleep_engine_actor(home)
+    await home.sleep()
     engine = await RayEngine.connect(home)
     lent = await RayEngine.connect(home.lent("judge"))
     assert (engine.weight_version, lent.weight_version) == (1, 2)
     assert pid_of(lent) == pid_of(engine)
-    await sleep_engine_actor(home)
+    await home.sleep()
     other = await RayEngine.connect(home.lent("judge"))
     assert other.making_s == lent.making_s > 0, "the same engine"
     back = await RayEngine.connect(home.lent("judge").lent("engine"))
     assert back.weight_version == 1
     for client in (engine, lent, other, back):
         await client.close()
-    await end_engine_actor(home)
+    await home.end()
 
 
 async def test_starts_that_fail() -> None:
@@ -385,7 +382,7 @@ async def test_starts_that_fail() -> None:
         actor = start(factory)
         with pytest.raises(kind, match=message):
             await RayEngine.connect(actor)
-        await end_engine_actor(actor)
+        await actor.end()
     for actor in (start(sleep_for_ever), start(FakeEngine, node="nowhere")):
         with pytest.raises(
             EngineStartError, match=r"the engine actor was not ready after 0.5 s: free are {.*CPU"
@@ -518,7 +515,7 @@ async def test_replicas_lose_no_sample_to_a_kill() -> None:
     assert newcomer.weight_version == 1
     await collect(newcomer, make_request("check weights", 1, max_tokens=1))
     await replicas.close()
-    await asyncio.gather(*map(end_engine_actor, actors))
+    await asyncio.gather(*map(EngineHandle.end, actors))
 
 
 async def test_weights_are_compared_across_processes(tied: TinyModel) -> None:
@@ -543,4 +540,4 @@ async def test_weights_are_compared_across_processes(tied: TinyModel) -> None:
     assert await mute.held_weights() is None
     for each in (engine, mute):
         await each.close()
-    await end_engine_actor(handle)
+    await handle.end()

@@ -11,7 +11,6 @@ import pytest
 
 from gcore_rollout import (
     CompositeReward,
-    MathVerifyReward,
     NoScoreError,
     RetryPolicy,
     RewardConfigError,
@@ -19,13 +18,13 @@ from gcore_rollout import (
     RewardRunner,
     RewardRunnerConfig,
     Scored,
-    ThreadedReward,
     evaluate,
-    evaluate_group,
     part_means,
-    reward_metrics,
     score,
 )
+from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
+from gcore_rollout.rewards.reward import ThreadedReward
+from gcore_rollout.rewards.runner import evaluate_group
 
 ROW: dict[str, Any] = {"answer": 4}
 QUICK = RetryPolicy(max_retries=2, backoff_s=0.01)
@@ -396,21 +395,7 @@ async def test_groups() -> None:
         await evaluate_group(shortest_wins, prompt="short", completions=["a"], row=ROW)
 
 
-def test_metrics() -> None:
-    outcomes = [
-        Scored(score=1.0, parts={"format": 1.0}),
-        Scored(score=0.0, parts={"format": 0.0, "rare": 3.0}),
-        RewardError("x"),
-        Scored(score=2.0),
-    ]
-    assert reward_metrics(outcomes) == {
-        "reward/mean": 1.0,
-        "reward/format/mean": 0.5,
-        "reward/rare/mean": 3.0,
-        "reward/failed_fraction": 0.25,
-    }
-    assert reward_metrics([RewardError("x")]) == {"reward/failed_fraction": 1.0}
-    assert reward_metrics([]) == {}
+def test_means_of_parts() -> None:
     parts = [{"format": 1.0}, {}, {"format": 0.0, "rare": 3.0}]
     assert part_means(parts) == {"reward/format/mean": 0.5, "reward/rare/mean": 3.0}
 

@@ -20,8 +20,8 @@ from gcore_rollout import (
     Scored,
     build_reward,
     evaluate,
-    load_reward,
 )
+from gcore_rollout.rewards.registry import load_reward
 
 MESSAGES = [{"role": "user", "content": "2+2="}]
 ROW: dict[str, Any] = {

@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout import (
-    MathVerifyReward,
-    ReasoningGymReward,
-    RewardError,
-    RolloutError,
-    Scored,
-    import_reasoning_gym,
-    load_reward,
-    score,
-)
+from gcore_rollout import RewardError, RolloutError, Scored, import_reasoning_gym, score
+from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward, ReasoningGymReward
+from gcore_rollout.rewards.registry import load_reward
 
 ROW: dict[str, Any] = {"answer": 4}
 

@@ -16,24 +16,26 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from gcore_rollout import RolloutError, Sandbox, SandboxLimits
+from gcore_rollout import RolloutError, Sandbox
 from gcore_rollout.sandbox import sandbox as implementation
 from gcore_rollout.sandbox.sandbox import Isolation
 from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
-QUICK = SandboxLimits(
-    wall_s=60,
-    memory_bytes=256 << 20,
-    disk_bytes=1 << 20,
-    output_bytes=10_000,
-    open_files=32,
-    processes=8,
-)
+QUICK: dict[str, Any] = {
+    "wall_s": 60,
+    "memory_bytes": 256 << 20,
+    "disk_bytes": 1 << 20,
+    "output_bytes": 10_000,
+    "open_files": 32,
+    "processes": 8,
+}
+"""Limits of the sandboxes of tests that have none of their own."""
 
 
 def make(isolation: Isolation = "namespaces", **options: Any) -> Sandbox:
     try:
-        options = {"limits": QUICK, **options}
+        if not options.keys() & {*QUICK, "cpu_s"}:
+            options |= QUICK
         return Sandbox(isolation=isolation, **options)
     except RolloutError as error:
         if isolation == "namespaces" and "which this machine does not give" in str(error):
@@ -138,7 +140,7 @@ async def test_a_program_without_tests_to_pass_passes_none(isolated: Sandbox) ->
 @pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 async def test_wall_time(isolation: Isolation, program: str) -> None:
     program = program.replace("os.pause()", "__import__('signal').pause()")
-    sandbox = make(isolation, limits=SandboxLimits(wall_s=0.5))
+    sandbox = make(isolation, wall_s=0.5)
     began = time.monotonic()
     result = await sandbox.run(program, tests=["pass"])
     assert (result.outcome, result.passed, result.exit_code) == ("timed_out", (False,), 137)
@@ -147,7 +149,7 @@ async def test_wall_time(isolation: Isolation, program: str) -> None:
 
 @pytest.mark.slow
 async def test_cpu_time() -> None:
-    sandbox = make(limits=SandboxLimits(wall_s=300, cpu_s=1))
+    sandbox = make(wall_s=300, cpu_s=1)
     result = await sandbox.run(
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     )
@@ -166,13 +168,13 @@ async def test_memory(sandbox: Sandbox) -> None:
 
 async def test_output(sandbox: Sandbox) -> None:
     result = await sandbox.run("while True: print('x' * 1000)")
-    assert (result.outcome, len(result.stdout)) == ("output_limit", QUICK.output_bytes)
+    assert (result.outcome, len(result.stdout)) == ("output_limit", QUICK["output_bytes"])
     result = await sandbox.run(
         "import sys\nwhile True: sys.stderr.write('x' * 1000)", tests=["pass"]
     )
     assert (result.outcome, len(result.stderr), result.passed) == (
         "output_limit",
-        QUICK.output_bytes,
+        QUICK["output_bytes"],
         (False,),
     )
 
@@ -415,7 +417,7 @@ while time.monotonic() < end:
     except OSError:
         pass
 """
-    task = asyncio.create_task(make(limits=SandboxLimits(wall_s=2, processes=8)).run(program))
+    task = asyncio.create_task(make(wall_s=2, processes=8).run(program))
     most = 0
     while not task.done():
         await asyncio.sleep(0.1)
@@ -440,7 +442,7 @@ async def test_threads_are_bounded_too() -> None:
         "import threading, time\nn = 0\ntry:\n    for n in range(100):\n"
         "        threading.Thread(target=time.sleep, args=(0.2,)).start()\nexcept RuntimeError:\n    print(n)\n"
     )
-    sandbox = make(limits=SandboxLimits(processes=8))
+    sandbox = make(processes=8)
     assert (await sandbox.run(program)).stdout == "7\n", "and the first one is the program's"
 
 
@@ -564,7 +566,7 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
 )
 def test_bad_limits(field: str) -> None:
     with pytest.raises(RolloutError, match=f"{field} is 0; expected more than 0"):
-        SandboxLimits(**{field: 0})
+        Sandbox(**{field: 0})
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,8 @@ from engine_oracles import (
 )
 from server_processes import free_port
 
-from gcore_rollout import (
-    EngineDiedError,
-    EngineModelError,
-    RolloutError,
-    VLLMServerEngine,
-)
+from gcore_rollout import EngineDiedError, EngineModelError, RolloutError
+from gcore_rollout.engines.servers.vllm import VLLMServerEngine
 from gcore_rollout.errors import ServerRequestError
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -18,8 +18,8 @@ from slow_hf_engine import STEP_S
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 from test_sglang_server import check_scenario
 
-from gcore_rollout import SGLangServerEngine
 from gcore_rollout.engines.servers.client import ServerClient
+from gcore_rollout.engines.servers.sglang import SGLangServerEngine
 
 PYTHON = os.environ.get("GCORE_SGLANG_PYTHON", "")
 

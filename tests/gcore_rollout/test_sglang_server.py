@@ -9,14 +9,8 @@ import pytest
 from engine_oracles import EOS_TOKEN_IDS, TinyModel, errors, reference_after_swap, repeats
 from sglang_exchanges import RECORDED, Replay, Scenario, run_scenario
 
-from gcore_rollout import (
-    RepetitionDetection,
-    Request,
-    RequestError,
-    RolloutError,
-    SamplingParams,
-    SGLangServerEngine,
-)
+from gcore_rollout import RepetitionDetection, Request, RequestError, RolloutError, SamplingParams
+from gcore_rollout.engines.servers.sglang import SGLangServerEngine
 
 TOLERANCE = 1e-5
 

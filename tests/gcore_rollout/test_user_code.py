@@ -22,15 +22,15 @@ from gcore_rollout import (
     RewardRunner,
     RewardRunnerConfig,
     Scored,
-    ThreadedReward,
     build_reward,
     evaluate_images,
-    load_reward,
     score,
 )
 from gcore_rollout.errors import RewardExitError
 from gcore_rollout.rewards import reward as rewards_module
 from gcore_rollout.rewards.process import ProcessReward
+from gcore_rollout.rewards.registry import load_reward
+from gcore_rollout.rewards.reward import ThreadedReward
 
 LONG_S = 600.0
 

@@ -28,13 +28,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from gcore_rollout import (
     EngineDiedError,
+    EngineHandle,
     EngineReplicas,
     RayEngine,
     RequestError,
     VLLMEngine,
-    end_engine_actor,
     engine_factory,
-    start_engine_actor,
     start_replicas,
 )
 from gcore_rollout.engines.vllm import ranks
@@ -222,7 +221,7 @@ async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
     make: Any = partial(
         VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2
     )
-    handle = start_engine_actor(make, num_cpus=0, num_threads=2)
+    handle = EngineHandle.start(make, num_cpus=0, num_threads=2)
     engine: RayEngine[Any, Any] = await RayEngine.connect(handle)
     other: RayEngine[Any, Any] = await RayEngine.connect(handle)
     expected = await collect(engine, *REQUESTS)
@@ -239,7 +238,7 @@ async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
     found = await collect(engine, *REQUESTS)
     assert found.keys() == expected.keys()
     assert max(errors(tied.new, REQUESTS, found)) < 1e-5
-    await end_engine_actor(handle)
+    await handle.end()
 
 
 def test_what_is_refused(tied: TinyModel) -> None:

@@ -13,8 +13,8 @@ from server_processes import free_port, served
 from slow_hf_engine import STEP_S
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
-from gcore_rollout import VLLMServerEngine
 from gcore_rollout.engines.servers.client import ServerClient
+from gcore_rollout.engines.servers.vllm import VLLMServerEngine
 
 pytestmark = pytest.mark.slow
 

@@ -16,15 +16,14 @@ from gcore_rollout import (
     EngineStats,
     InstrumentedEngine,
     UnmergedWeights,
-    WeightHistory,
-    WeightMirror,
     WeightRecord,
     WrongWeightsError,
     divide_weights,
 )
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.weight_sync.digests import digest_held_tensor
-from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights
+from gcore_rollout.weight_sync.history import WeightHistory
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights, WeightMirror
 from gcore_trainer import LoRAConfig, merge_lora
 
 pytestmark = pytest.mark.slow

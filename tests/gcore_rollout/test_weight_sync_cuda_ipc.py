@@ -14,18 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from weight_sync_ipc_receiver import GPU, EngineOnTheGPU, WeightsInFiles, receive
 
-from gcore_rollout import (
-    EngineProcess,
-    EngineReplicas,
-    HFEngine,
-    SharedCudaWeights,
-    SharedWeights,
-    open_weights,
-)
+from gcore_rollout import EngineProcess, EngineReplicas, HFEngine, SharedWeights
 from gcore_rollout.weight_sync import shared_weights
-from gcore_rollout.weight_sync.layout import TensorSpec, unpack
+from gcore_rollout.weight_sync.layout import Packing, TensorSpec, unpack
 from gcore_rollout.weight_sync.shared_weights import (
+    SharedCudaWeights,
     allocator_settings,
+    open_weights,
     plain_segments,
     set_allocator_settings,
     share_a_gpu,
@@ -73,11 +68,11 @@ def test_allocator_settings_come_back() -> None:
 def test_buckets_of_a_gpu() -> None:
     """Shapes, types and places, by the real operations on tensors that have no memory."""
     with FakeTensorMode():
-        bucket = shared_weights.Bucket(torch.empty(1000, dtype=torch.uint8, device="cuda"))
+        bucket = Packing(torch.empty(1000, dtype=torch.uint8, device="cuda"))
         bucket.add("a", torch.empty(7, 3, dtype=torch.bfloat16, device="cuda"))
         bucket.add("b", torch.empty(5, device="cuda").expand(2, 5))
         assert not bucket.fits(torch.empty(1000, dtype=torch.uint8, device="cuda"))
-        found = dict(unpack(bucket.whole, bucket.layout))
+        found = dict(unpack(bucket.buffer(), bucket.layout))
         assert {name: (t.dtype, list(t.shape), t.device.type) for name, t in found.items()} == {
             "a": (torch.bfloat16, [7, 3], "cuda"),
             "b": (torch.float32, [2, 5], "cuda"),

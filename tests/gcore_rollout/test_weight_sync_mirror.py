@@ -9,7 +9,7 @@ import torch
 from engine_oracles import TinyModel
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import Engine, HFEngine, RolloutError, make_delta
+from gcore_rollout import Engine, HFEngine, RolloutError
 from gcore_rollout.weight_sync.updates import (
     A_OF,
     B_OF,
@@ -18,6 +18,7 @@ from gcore_rollout.weight_sync.updates import (
     WeightDelta,
     WeightMirror,
     WeightUpdate,
+    make_delta,
 )
 
 State = dict[str, torch.Tensor]

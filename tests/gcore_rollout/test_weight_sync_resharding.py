@@ -8,7 +8,8 @@ from engine_oracles import TinyModel, collect
 from rank_pool import RankServer, serving_ranks
 from weight_sync_oracles import REQUESTS, TOLERANCE, as_samples, difference, training_samples
 
-from gcore_rollout import FullWeights, HFEngine, WeightMirror, make_delta
+from gcore_rollout import HFEngine
+from gcore_rollout.weight_sync.updates import FullWeights, WeightMirror, make_delta
 
 pytestmark = pytest.mark.slow
 

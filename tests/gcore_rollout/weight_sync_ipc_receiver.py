@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from gcore_rollout import HFEngine, SharedCudaWeights, open_weights
+from gcore_rollout import HFEngine
+from gcore_rollout.weight_sync.shared_weights import SharedCudaWeights, open_weights
 
 GPU = "GPU-of-the-tests"
 
@@ -35,7 +36,7 @@ class WeightsInFiles(SharedCudaWeights):
 
     def overwrite(self) -> None:
         for bucket in self._buckets:
-            bucket.whole.fill_(255)
+            bucket.buffer().fill_(255)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         assert tensor.device.type == "cpu", name

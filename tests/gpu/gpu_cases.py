@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from gcore_rollout import open_weights
+from gcore_rollout.weight_sync.shared_weights import open_weights
 from gcore_trainer import (
     OptimizerConfig,
     PackedModel,

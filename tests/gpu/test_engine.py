@@ -9,7 +9,8 @@ import pytest
 import torch
 from gpu_cases import VOCAB_SIZE, load_packed, make_samples, make_trainer, receive
 
-from gcore_rollout import Completion, HFEngine, Request, SamplingParams, SharedCudaWeights
+from gcore_rollout import Completion, HFEngine, Request, SamplingParams
+from gcore_rollout.weight_sync.shared_weights import SharedCudaWeights
 from gcore_trainer import Sample
 
 # Mean and largest difference of log-probabilities.

@@ -58,7 +58,7 @@ ADAPTERS = {
         "apps/gcore-runs/src/gcore_runs/node_logs.py",
         "apps/gcore-runs/src/gcore_runs/on_ray.py",
     ],
-    "fsspec": ["packages/gcore-rollout/src/gcore_rollout/prompts.py"],
+    "fsspec": ["packages/gcore-rollout/src/gcore_rollout/images/decoding.py"],
     "datasets": ["apps/gcore-runs/src/gcore_runs/data/hub.py", "apps/gcore-bench/src/gcore_bench/"],
     "prometheus_client": ["apps/gcore-runs/src/gcore_runs/trackers/prometheus.py"],
     "mlflow": ["apps/gcore-runs/src/gcore_runs/trackers/mlflow_runs.py"],

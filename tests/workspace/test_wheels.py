@@ -41,7 +41,7 @@ WITHOUT_EXTRA = [
         "rollout",
         "math-verify",
         "math_verify",
-        "from gcore_rollout import MathVerifyReward as use; use()",
+        "from gcore_rollout import build_reward as use; use('math-verify')",
     ),
     ("rollout", "diffusion", "diffusers", "import gcore_rollout.engines.diffusion.engine"),
     ("trainer", "diffusion", "diffusers", "import gcore_trainer.diffusion.denoiser"),
@@ -51,7 +51,7 @@ WITHOUT_EXTRA = [
         "rollout",
         "reasoning-gym",
         "reasoning_gym",
-        "from gcore_rollout import ReasoningGymReward as use; use()",
+        "from gcore_rollout import build_task_reward as use; use('chain_sum')",
     ),
     (
         "rollout",

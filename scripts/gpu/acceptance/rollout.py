@@ -13,15 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from acceptance.models import compute_dtype, load_trainer, model_config, model_folder, vocab_size
 from acceptance.trial import Trial
-from gcore_rollout import (
-    Completion,
-    EngineProcess,
-    HFEngine,
-    Request,
-    SamplingParams,
-    SharedCudaWeights,
-    open_weights,
-)
+from gcore_rollout import Completion, EngineProcess, HFEngine, Request, SamplingParams
+from gcore_rollout.weight_sync.shared_weights import SharedCudaWeights, open_weights
 
 _NUM_UPDATES = 4
 _START_TIMEOUT_S = 120

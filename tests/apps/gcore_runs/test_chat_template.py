@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import ProcessLimits
 from gcore_runs import UserError, build_tokenizer
 from gcore_runs.data import chat_template
 
@@ -30,7 +29,8 @@ def save_tokenizer(folder: Path, template: str) -> None:
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_LIMITS", ProcessLimits(call_s=0.5, memory_bytes=1 << 27))
+    monkeypatch.setattr(chat_template, "_CALL_S", 0.5)
+    monkeypatch.setattr(chat_template, "_MEMORY_BYTES", 1 << 27)
 
 
 @pytest.mark.parametrize(

@@ -415,7 +415,7 @@ class WeightSink:
     """The part of an engine that an update needs: it copies the weights into its own. It has a mirror."""
 
     def __init__(self, state: State) -> None:
-        from gcore_rollout import WeightMirror
+        from gcore_rollout.weight_sync.updates import WeightMirror
 
         self.weight_version = 0
         self.weights = _clone(state)
@@ -434,8 +434,14 @@ async def measure_sync(options: RolloutOptions, rounds: Rounds) -> None:
     """Send new bfloat16 weights in each form, in turn with a copy; the engine must then have those weights."""
     import torch
 
-    from gcore_rollout import AdapterWeights, FullWeights, make_delta
-    from gcore_rollout.weight_sync.updates import A_OF, B_OF, merge_adapters
+    from gcore_rollout.weight_sync.updates import (
+        A_OF,
+        B_OF,
+        AdapterWeights,
+        FullWeights,
+        make_delta,
+        merge_adapters,
+    )
 
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)

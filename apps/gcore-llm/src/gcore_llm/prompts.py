@@ -19,7 +19,6 @@ from gcore_rollout import (
     RequestError,
     RolloutError,
     check_text,
-    load_vision_processor,
     normalize_messages,
     render_chat,
 )
@@ -351,14 +350,12 @@ def _add_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, wh
     """Return the prompt with the images of its row."""
     model = tokenizer.name_or_path
     sources = image_sources(prompt.row, image_key, folder, where)
-    images = PromptImages(model=model, sources=sources) if sources else None
+    images = PromptImages(model=model, sources=sources)
     try:
-        token_ids = load_vision_processor(model).expand(
-            prompt.token_ids, images.encoded() if images else ()
-        )
+        token_ids = images.expand(prompt.token_ids)
     except (RolloutError, OSError, ImportError) as error:
         raise UserError(f"{where}: {error}") from None
-    return replace(prompt, token_ids=token_ids, images=images)
+    return replace(prompt, token_ids=token_ids, images=images if sources else None)
 
 
 def longest_sequence(model: Path | None) -> int | None:

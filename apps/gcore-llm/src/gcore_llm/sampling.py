@@ -27,13 +27,12 @@ from gcore_rollout import (
     RewardRunner,
     RolloutError,
     SamplingParams,
-    WinnerPattern,
     build_reward,
     build_task_reward,
     check_servers,
-    connect_servers,
     engine_factory as factory_of,
     load_function,
+    make_winner_parser,
     render_chat,
     visible_gpus,
 )
@@ -79,15 +78,14 @@ async def connect_engine(
     world_size: int = 1,
 ) -> tuple[Engine, int]:
     """Connect controller ``rank`` to its share of a model's servers; return them as one engine, and their number."""
-    servers = await asyncio.to_thread(
-        connect_servers,
-        settings.engine,
-        settings.urls[rank::world_size],
+    connect = partial(
+        settings.kind.load().connect,
         weights_dir=settings.engine_options.get("weights_dir"),
         model_path=model,
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
     )
+    servers = [await asyncio.to_thread(connect, url) for url in settings.urls[rank::world_size]]
     numbers = range(rank, len(settings.urls), world_size)
     engines = list(map(instrumentation.instrument, servers, numbers))
     if len(engines) > 1:
@@ -407,7 +405,7 @@ async def _start_judge(
     settings = judge.settings
     path = model_folder(judge.path, setting=judge.path_setting)
     if settings.pairwise:
-        parse = WinnerPattern(pattern=settings.pattern or WinnerPattern.pattern)
+        parse = make_winner_parser(settings.pattern)
         on_unparsable = "drop" if settings.unparsable_score is None else "tie"
         make = partial(PairwiseJudge, parse=parse, on_unparsable=on_unparsable)
     else:

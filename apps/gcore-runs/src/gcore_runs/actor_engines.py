@@ -126,7 +126,9 @@ def lend(
 
     pools = [role.replicas for role in roles]
     rule = LendingRule(len(roles), max(role.making_s for role in roles))
-    return LendingEngines(pools, lend=move, rule=rule, announce=announce)
+    return LendingEngines(
+        pools, lend=move, choose_loan=rule.observe, report_loan=rule.lent, announce=announce
+    )
 
 
 def role_shares(counts: Sequence[int], num_places: Sequence[int], rank: int) -> list[int]:

@@ -29,12 +29,10 @@ from gcore_placement import STRATEGIES
 from gcore_rollout import (
     Engine,
     EngineDiedError,
+    EngineHandle,
     LendingEngines,
     RayEngine,
     TimeSharedEngines,
-    end_engine_actor,
-    sleep_engine_actor,
-    start_engine_actor,
 )
 from gcore_runs import BaseRLConfig, RunJob
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
@@ -138,9 +136,9 @@ async def start_ray_backend(
     engines = RoleActors(
         list(factories),
         factory,
-        start=start_engine_actor,
-        end=end_engine_actor,
-        put_to_sleep=sleep_engine_actor,
+        start=EngineHandle.start,
+        end=EngineHandle.end,
+        put_to_sleep=EngineHandle.sleep,
         connect=RayEngine[Any, Any].connect,
     )
     placement = replace(config.placement, strategy=config.strategy)

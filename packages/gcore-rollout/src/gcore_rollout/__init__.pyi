@@ -43,11 +43,9 @@ from .engines.local_replicas import (
     visible_gpus as visible_gpus,
 )
 from .engines.protocol import (
-    AnySample as AnySample,
     Completion as Completion,
     Engine as Engine,
     EngineStats as EngineStats,
-    HeldTensor as HeldTensor,
     HeldWeights as HeldWeights,
     RepetitionDetection as RepetitionDetection,
     Request as Request,
@@ -63,11 +61,9 @@ from .engines.queueing import (
 )
 from .engines.registry import (
     PRELOAD_DIFFUSERS as PRELOAD_DIFFUSERS,
-    VLLM_RESERVED as VLLM_RESERVED,
     EngineKind as EngineKind,
     check_engine_options as check_engine_options,
     check_servers as check_servers,
-    connect_servers as connect_servers,
     engine_factory as engine_factory,
     engine_kind as engine_kind,
     engine_names as engine_names,
@@ -79,24 +75,12 @@ from .engines.remote.process import (
 from .engines.remote.ray_engine import (
     EngineHandle as EngineHandle,
     RayEngine as RayEngine,
-    end_engine_actor as end_engine_actor,
-    sleep_engine_actor as sleep_engine_actor,
-    start_engine_actor as start_engine_actor,
 )
 from .engines.replica import (
     fair_parts as fair_parts,
 )
 from .engines.replicas import (
     EngineReplicas as EngineReplicas,
-)
-from .engines.servers.sglang import (
-    SGLangServerEngine as SGLangServerEngine,
-)
-from .engines.servers.sglang_engine import (
-    SGLangEngine as SGLangEngine,
-)
-from .engines.servers.vllm import (
-    VLLMServerEngine as VLLMServerEngine,
 )
 from .engines.vllm.engine import (
     VLLMEngine as VLLMEngine,
@@ -130,26 +114,17 @@ from .groups import (
 from .images.decoding import (
     decode_image as decode_image,
 )
-from .images.geneval import (
-    GenEvalReward as GenEvalReward,
-)
 from .images.reward import (
-    ColourReward as ColourReward,
     FrameReward as FrameReward,
     check_images as check_images,
     check_prompts as check_prompts,
     evaluate_images as evaluate_images,
-)
-from .images.text import (
-    OCRReward as OCRReward,
+    make_colour_reward as make_colour_reward,
 )
 from .images.vision_processor import (
     VisionProcessor as VisionProcessor,
-    load_vision_processor as load_vision_processor,
 )
-from .multi_turn.chat import (
-    ChatEncoder as ChatEncoder,
-)
+from .multi_turn.chat import ChatEncoder as ChatEncoder
 from .multi_turn.config import (
     MultiTurnConfig as MultiTurnConfig,
 )
@@ -157,7 +132,6 @@ from .multi_turn.environment import (
     Environment as Environment,
     Opening as Opening,
     Reply as Reply,
-    RevisionEnvironment as RevisionEnvironment,
     Tool as Tool,
     ToolEnvironment as ToolEnvironment,
 )
@@ -173,17 +147,11 @@ from .multi_turn.messages import (
 from .prompts import (
     Prompt as Prompt,
     PromptImages as PromptImages,
-    read_image as read_image,
 )
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
     ImageCompositeReward as ImageCompositeReward,
     reward_terms as reward_terms,
-)
-from .rewards.kinds.graders import (
-    AIMEReward as AIMEReward,
-    GSM8KReward as GSM8KReward,
-    MultipleChoiceReward as MultipleChoiceReward,
 )
 from .rewards.kinds.http import (
     HTTPReward as HTTPReward,
@@ -194,16 +162,14 @@ from .rewards.kinds.judge import (
     JudgeReward as JudgeReward,
     PairwiseJudge as PairwiseJudge,
     Reduce as Reduce,
-    ScorePattern as ScorePattern,
-    WinnerPattern as WinnerPattern,
+    make_score_parser as make_score_parser,
+    make_winner_parser as make_winner_parser,
 )
 from .rewards.kinds.sequence_classifier import (
     SequenceClassifierReward as SequenceClassifierReward,
 )
 from .rewards.kinds.verifiers import (
     CodeReward as CodeReward,
-    MathVerifyReward as MathVerifyReward,
-    ReasoningGymReward as ReasoningGymReward,
     import_reasoning_gym as import_reasoning_gym,
 )
 from .rewards.process import (
@@ -219,7 +185,6 @@ from .rewards.registry import (
     build_task_reward as build_task_reward,
     image_reward_kind as image_reward_kind,
     load_function as load_function,
-    load_reward as load_reward,
     register_image_reward as register_image_reward,
     register_reward as register_reward,
     reward_names as reward_names,
@@ -229,10 +194,8 @@ from .rewards.reward import (
     FailureLog as FailureLog,
     RewardFunction as RewardFunction,
     Scored as Scored,
-    ThreadedReward as ThreadedReward,
     part_means as part_means,
     part_stds as part_stds,
-    reward_metrics as reward_metrics,
 )
 from .rewards.runner import (
     OnError as OnError,
@@ -240,12 +203,10 @@ from .rewards.runner import (
     RewardRunner as RewardRunner,
     RewardRunnerConfig as RewardRunnerConfig,
     evaluate as evaluate,
-    evaluate_group as evaluate_group,
     score as score,
 )
 from .sandbox.sandbox import (
     Sandbox as Sandbox,
-    SandboxLimits as SandboxLimits,
 )
 from .weight_sync.digests import (
     DigestedWeights as DigestedWeights,
@@ -253,23 +214,13 @@ from .weight_sync.digests import (
 )
 from .weight_sync.history import (
     DeltaSender as DeltaSender,
-    WeightHistory as WeightHistory,
 )
 from .weight_sync.layout import (
     divide_weights as divide_weights,
     write_part as write_part,
 )
 from .weight_sync.shared_weights import (
-    SharedCudaWeights as SharedCudaWeights,
     SharedWeights as SharedWeights,
-    open_weights as open_weights,
-)
-from .weight_sync.updates import (
-    AdapterWeights as AdapterWeights,
-    FullWeights as FullWeights,
-    WeightMirror as WeightMirror,
-    apply_delta as apply_delta,
-    make_delta as make_delta,
 )
 from .weight_sync.weight_references import (
     WeightReferences as WeightReferences,

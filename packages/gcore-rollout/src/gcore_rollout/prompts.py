@@ -1,14 +1,16 @@
 """Prompts, and their images, which are read whenever they are needed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcore_rollout.images.decoding import read_image
+
 if TYPE_CHECKING:
-    from gcore_rollout.images.vision_processor import Pixels
+    from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,18 @@ class PromptImages:
         """Return the encoded image files, for a request."""
         return tuple(map(read_image, self.sources))
 
+    def expand(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return a prompt's token ids with as many image tokens as each image takes; see `VisionProcessor.expand`."""
+        return self._processor().expand(token_ids, self.encoded())
+
     def pixels(self) -> "Pixels":
         """Return the images as the model takes them."""
+        return self._processor().process(self.encoded())
+
+    def _processor(self) -> "VisionProcessor":
         from gcore_rollout.images.vision_processor import load_vision_processor
 
-        return load_vision_processor(self.model).process(self.encoded())
+        return load_vision_processor(self.model)
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and strings for a checkpoint."""
@@ -51,20 +60,6 @@ class PromptImages:
     def from_state(cls, state: dict[str, Any]) -> "PromptImages":
         """Return the images that `state` gave this state for."""
         return cls(model=state["model"], sources=tuple(map(_source_from_state, state["sources"])))
-
-
-def read_image(source: bytes | Path | str) -> bytes:
-    """Return an encoded image file, from its path or its URL; `OSError` if it cannot be read."""
-    if isinstance(source, str):
-        import fsspec
-
-        # Untyped: its stubs have a list of files.
-        opened: Any = fsspec.open(source, "rb")
-        with opened as file:
-            return file.read()
-    if isinstance(source, bytes):
-        return source
-    return source.read_bytes()
 
 
 def _source_from_state(source: Any) -> bytes | Path | str:

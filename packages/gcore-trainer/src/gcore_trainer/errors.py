@@ -17,8 +17,6 @@ class UnsupportedModelError(TrainerError, ValueError):
     """The backend cannot run this model's architecture."""
 
 
-
-
 class StateError(TrainerError, ValueError):
     """A saved state does not fit this trainer."""
 

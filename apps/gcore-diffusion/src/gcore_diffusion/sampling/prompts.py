@@ -10,15 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_diffusion.config import DiffusionDataConfig
-from gcore_rollout import RequestError, RolloutError, check_text, decode_image, read_image
-from gcore_runs import (
-    UserError,
-    columns,
-    hold_out,
-    image_sources,
-    mix_sets,
-    open_rows,
-)
+from gcore_rollout import RequestError, RolloutError, check_text, decode_image
+from gcore_runs import UserError, columns, hold_out, image_sources, mix_sets, open_rows
 from gcore_runs.inputs import read_lines
 
 
@@ -33,7 +26,7 @@ class ImagePrompt:
 
     def pixels(self) -> tuple[NDArray[np.uint8], ...]:
         """Read the images [H, W, 3]; `RequestError` if one is no image."""
-        return tuple(decode_image(read_image(i)) for i in self.images)
+        return tuple(map(decode_image, self.images))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.reward_config import DEMO_REWARDS
 from gcore_rollout import (
     PRELOAD_DIFFUSERS,
-    ColourReward,
     DiffusersEngine,
     Engine,
     EngineModelError,
@@ -28,6 +27,7 @@ from gcore_rollout import (
     build_image_reward,
     engine_factory,
     load_function,
+    make_colour_reward,
     register_image_reward,
     render_chat,
 )
@@ -232,7 +232,7 @@ def _digit_judge(_: ImageRewardSettings) -> Callable[..., Any]:
 def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
     from gcore_diffusion.demo.digits import COLOURS
 
-    return ColourReward(COLOURS)
+    return make_colour_reward(COLOURS)
 
 
 for _name, _make in zip(DEMO_REWARDS, (_digit, _digit_judge, _colour), strict=True):

@@ -18,7 +18,7 @@ from gcore_llm.migration.conversion import (
     number_of,
 )
 from gcore_llm.migration.inputs import SourceConfig
-from gcore_rollout import VLLM_RESERVED
+from gcore_rollout import engine_kind
 from gcore_runs.migration.keys import Key, find_key, read_keys
 from gcore_runs.settings.checks import convert_value, flatten
 
@@ -304,7 +304,7 @@ def _engine_options(c: Conversion) -> None:
         _, is_vllm, name = key.partition(f"{ROLLOUT}.engine_kwargs.vllm.")
         if not is_vllm or value is None:
             continue
-        if name in VLLM_RESERVED:
+        if name in engine_kind("vllm").reserved_options:
             c.missing[key] = "gcore gives this argument itself"
             continue
         options[name] = value

@@ -12,7 +12,8 @@ from typing import Any
 from gcore_rollout import LimitedProcess, LimitExceededError, ProcessLimits
 from gcore_runs.errors import UserError
 
-_LIMITS = ProcessLimits(call_s=10.0, memory_bytes=1 << 30)
+_CALL_S = 10.0
+_MEMORY_BYTES = 1 << 30
 _CONVERSATION = (
     {"role": "user", "content": "1 + 1?"},
     {"role": "assistant", "content": "2"},
@@ -39,7 +40,7 @@ def check_chat_template(tokenizer: Any, where: str) -> None:
     if excess:
         raise UserError(
             f"{where} has a chat template that {excess} on a conversation of {len(_CONVERSATION)} messages; expected "
-            f"at most {_LIMITS.call_s:g} s and {_LIMITS.memory_bytes / 2**30:g} GiB: correct chat_template.jinja, or "
+            f"at most {_CALL_S:g} s and {_MEMORY_BYTES / 2**30:g} GiB: correct chat_template.jinja, or "
             "chat_template in tokenizer_config.json"
         )
 
@@ -53,7 +54,8 @@ def _find_excess(template: str, special_tokens: tuple[tuple[str, Any], ...]) -> 
 
 
 async def _render_apart(template: str, special_tokens: Mapping[str, Any]) -> str:
-    process = LimitedProcess(_make_renderer, _LIMITS, describe=_describe)
+    limits = ProcessLimits(call_s=_CALL_S, memory_bytes=_MEMORY_BYTES)
+    process = LimitedProcess(_make_renderer, limits, describe=_describe)
     try:
         await process.ask((template, special_tokens))
     except LimitExceededError as error:

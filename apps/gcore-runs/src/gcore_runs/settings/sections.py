@@ -1,7 +1,7 @@
 """Sections of settings that the commands share, documented and bounded in their types; apps extend them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,10 +13,10 @@ from gcore_rollout import (
     Reduce,
     RequestError,
     SamplingParams,
-    ScorePattern,
     check_engine_options,
     engine_kind,
     engine_names,
+    make_score_parser,
 )
 from gcore_runs.errors import UserError
 from gcore_runs.settings.checks import (
@@ -562,11 +562,11 @@ class JudgeOptions(LocalEngineConfig):
         sampling = SamplingParams(max_tokens=self.max_response_length, temperature=self.temperature)
         return JudgeModel(sampling=sampling, n=self.n, **fields)
 
-    def scores(self) -> ScorePattern:
+    def scores(self) -> Callable[[str], float | None]:
         """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
         low, high = self.score_range
         if low == high:
             raise UserError(
                 f"{self.section}.score_range is {self.score_range}; expected two different scores"
             )
-        return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=low, high=high)
+        return make_score_parser(self.pattern, low=low, high=high)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from gcore_rollout.engines.instrumented import DeviceLease, InstrumentedEngine
 from gcore_rollout.engines.protocol import Engine
@@ -110,42 +110,12 @@ class TimeSharedEngines(DeviceLease):
             self._changed.notify_all()
 
 
-class EngineLendingRule(Protocol):
-    """Decides which model gives engines to which other one; `gcore_placement.LendingRule` is one."""
-
-    def observe(
-        self,
-        now_s: float,
-        *,
-        idle: Sequence[int],
-        waiting: Sequence[int],
-        finished: Sequence[int],
-        serving: Sequence[int],
-        arriving: Sequence[int],
-    ) -> tuple[int, int, int] | None:
-        """Return the number of the model whose engines are lent now, that of the one that gets them, and how many.
-
-        None: none is.
-
-        Args:
-            idle: engines of each model that can be spared: they have nothing to do, or others have places for it.
-            waiting: samples that wait for a place in an engine.
-            finished: samples that were finished so far.
-            serving: engines that samples go to.
-            arriving: engines that are on their way to each model.
-        """
-        ...
-
-    def lent(self, seconds: float) -> None:
-        """An engine was lent, which took so long."""
-
-
 class LendingEngines(DeviceLease):
     """The engines of models, such as those of a policy and of its judges, that help each other while they sample.
 
-    While a call samples, the rule observes them. An engine that it lends leaves its model's replicas, becomes an engine
-    of another model, and takes over requests that wait there. It stays until it is lent again, or `arrange` takes it
-    back. Several may be on their way at a time; before engines are put to sleep, all arrive.
+    While a call samples, ``choose_loan`` is called again and again. An engine that is lent leaves its model's replicas,
+    becomes an engine of another model, and takes over requests that wait there. It stays until it is lent again, or
+    `arrange` takes it back. Several may be on their way at a time; before engines are put to sleep, all arrive.
 
     An engine can be lent if it is idle, or if the others of its model have places for the last samples that it runs,
     which they continue (`EngineReplicas.spare`): so a long tail ends on few engines. Engines whose draws depend on seed
@@ -155,20 +125,25 @@ class LendingEngines(DeviceLease):
     Args:
         pools: the engines of each model, at least two; closed by those of `engines`.
         lend: makes the engine of this name, which serves the first model of these numbers no more, one of the second.
-        rule: decides.
+        choose_loan: ``choose_loan(now_s, *, idle, waiting, finished, serving, arriving)`` returns the number of the
+            model whose engines are lent now, that of the one that gets them, and how many; None: none is. Each argument
+            has a number for each model: engines that can be spared (they have nothing to do, or others have places for
+            it), samples that wait for a place in an engine, samples that were finished so far, engines that samples go
+            to, and engines that are on their way to it. `gcore_placement.LendingRule.observe` is such a function.
+        report_loan: called with the seconds that each loan took.
         announce: called with a line if an engine cannot be lent: it returns, and none is lent any more.
 
     Example:
-        >>> class NoLoans:
-        ...     def observe(self, now_s: float, **counts: Sequence[int]) -> None:
-        ...         return None
-        ...     def lent(self, seconds: float) -> None:
-        ...         print("An engine has changed its model.")
+        >>> def choose_none(now_s: float, **counts: Sequence[int]) -> None:
+        ...     return None
+        >>> def report(seconds: float) -> None:
+        ...     print("An engine has changed its model.")
         >>> async def load(name: str = "", giver: int = 0, taker: int = 0) -> HFEngine:
         ...     return HFEngine.from_pretrained("model")
         >>> async def main() -> list[int]:
         ...     pools = [EngineReplicas([await load(), await load()]), EngineReplicas([await load()])]
-        ...     models = LendingEngines(pools, lend=load, rule=NoLoans(), announce=print)
+        ...     rule = {"choose_loan": choose_none, "report_loan": report}
+        ...     models = LendingEngines(pools, lend=load, announce=print, **rule)
         ...     models.arrange([1, 2])
         ...     await models.settle()
         ...     return [pool.num_serving for pool in pools]
@@ -182,7 +157,8 @@ class LendingEngines(DeviceLease):
         pools: Sequence[EngineReplicas[Any, Any]],
         *,
         lend: Callable[[str, int, int], Awaitable[Engine[Any, Any]]],
-        rule: EngineLendingRule,
+        choose_loan: Callable[..., tuple[int, int, int] | None],
+        report_loan: Callable[[float], None],
         announce: Callable[[str], None],
     ) -> None:
         if len(pools) < 2:
@@ -194,7 +170,8 @@ class LendingEngines(DeviceLease):
         """The engines of each model as one; the pools themselves must not be called any more."""
         self._pools = list(pools)
         self._lend = lend
-        self._rule = rule
+        self._choose_loan = choose_loan
+        self._report_loan = report_loan
         self._announce = announce
         self._num_calls = 0
         self._watch: asyncio.Task[None] | None = None
@@ -291,7 +268,7 @@ class LendingEngines(DeviceLease):
             if self._has_failed:
                 return
             spare = [pool.spare() for pool in self._pools]
-            loan = self._rule.observe(
+            loan = self._choose_loan(
                 time.monotonic(),
                 idle=list(map(len, spare)),
                 waiting=[pool.stats().num_waiting for pool in self._pools],
@@ -334,5 +311,5 @@ class LendingEngines(DeviceLease):
             owner.start_replacement(name)
             return
         seconds = time.monotonic() - start_s
-        self._rule.lent(seconds)
+        self._report_loan(seconds)
         _logger.info("%s has changed its model within the step, in %.2f s", name, seconds)

@@ -5,7 +5,7 @@ This module does not import torch.
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
@@ -112,38 +112,29 @@ class WeightRecord:
         return "has other values"
 
 
-class Rotation:
-    """Chooses the tensors to check after an update: as many as fit into the time, in rotation."""
+def note_costs(costs: dict[str, tuple[int, float]], tensors: Sequence[HeldTensor]) -> None:
+    """Record bytes and seconds of tensors that have just been checked; `choose_tensors` takes them last from now on."""
+    for tensor in tensors:
+        costs.pop(tensor.name, None)
+        costs[tensor.name] = tensor.size_bytes, tensor.seconds
 
-    def __init__(self) -> None:
-        self._costs: dict[str, tuple[int, float]] = {}
-        """Bytes and seconds of each tensor, the next one first."""
 
-    def note(self, tensors: Sequence[HeldTensor]) -> None:
-        """Record the costs of tensors that have just been checked; they are checked last from now on."""
-        for tensor in tensors:
-            self._costs.pop(tensor.name, None)
-            self._costs[tensor.name] = tensor.size_bytes, tensor.seconds
+def choose_tensors(costs: Mapping[str, tuple[int, float]], step_s: float) -> list[str] | None:
+    """Return the names of tensors to check after a step of ``step_s`` seconds, in rotation; None: all.
 
-    def choose(self, step_s: float) -> list[str] | None:
-        """Return the names to check after a step of ``step_s`` seconds; None: all.
-
-        By the times of their last checks they take 1 % of the step, or they are 8 MiB, or 4 tensors, whichever is more.
-        """
-        names: list[str] = []
-        num_bytes = 0
-        seconds = 0.0
-        for name, (size_bytes, cost_s) in self._costs.items():
-            num_bytes += size_bytes
-            seconds += cost_s
-            if (
-                num_bytes > _MIN_BYTES
-                and seconds > _TIME_SHARE * step_s
-                and len(names) >= _MIN_TENSORS
-            ):
-                return names
-            names.append(name)
-        return None
+    By the times of their last checks, in ``costs``, they take 1 % of the step, or they are 8 MiB, or 4 tensors,
+    whichever is more.
+    """
+    names: list[str] = []
+    num_bytes = 0
+    seconds = 0.0
+    for name, (size_bytes, cost_s) in costs.items():
+        num_bytes += size_bytes
+        seconds += cost_s
+        if num_bytes > _MIN_BYTES and seconds > _TIME_SHARE * step_s and len(names) >= _MIN_TENSORS:
+            return names
+        names.append(name)
+    return None
 
 
 class InstrumentedEngine(Generic[RequestT, SampleT]):
@@ -152,9 +143,9 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
     Times: new weights are stage sync, sleep and wake are swap, samples are ``stage``.
 
     Weights: all tensors are compared after the first update and by `check_weights`; after later ones those that
-    `Rotation` chooses by the time since the last update. They are read from the model, so that any cause of a wrong
-    tensor is found. An engine that cannot report its weights, and weights without digests (`DigestedWeights`), pass
-    unchecked.
+    `choose_tensors` chooses by the time since the last update. They are read from the model, so that any cause of a
+    wrong tensor is found. An engine that cannot report its weights, and weights without digests (`DigestedWeights`),
+    pass unchecked.
 
     Args:
         name: for the timers, errors and announcements.
@@ -189,7 +180,8 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         self._stage = stage
         self._record = record
         self._lease = lease or DeviceLease()
-        self._rotation = Rotation()
+        self._costs: dict[str, tuple[int, float]] = {}
+        """Bytes and seconds of the check of each tensor, the next one first."""
         self._checked_s: float | None = None
 
     @property
@@ -245,7 +237,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
             if digests and self._record is not None:
                 names = None
                 if self._checked_s is not None:
-                    names = self._rotation.choose(time.monotonic() - self._checked_s)
+                    names = choose_tensors(self._costs, time.monotonic() - self._checked_s)
                 await self._compare(self._record, digests, version, names)
                 self._checked_s = time.monotonic()
 
@@ -279,7 +271,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
             raise WrongWeightsError(
                 f"{self.name} has weights of version {report.version}; expected version {version}"
             )
-        self._rotation.note(report.tensors)
+        note_costs(self._costs, report.tensors)
         compared = [t for t in report.tensors if _digest(digests, t.source, t.dtype) is not None]
         wrong = [t for t in compared if _digest(digests, t.source, t.dtype) != t.digest]
         if wrong:

@@ -1,21 +1,19 @@
-"""The registry of engines: the kinds that settings name, what each of them needs, and how it is made."""
+"""The registry of engines: the kinds that settings name, what each of them needs and takes, and how it is made.
 
+Options of an engine's own library, vLLM's `EngineArgs` or SGLang's `ServerArgs`, are passed on by name. The names that
+there are, are read from the library's source: importing vLLM takes seconds and changes the process.
+"""
+
+import ast
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from gcore_rollout.engines.engine_options import (
-    SGLANG_RESERVED,
-    VLLM_RESERVED as VLLM_RESERVED,
-    as_server_args,
-    find_unfit_option,
-    sglang_names,
-    vllm_names,
-)
 from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 from gcore_rollout.rewards.registry import load_function
@@ -34,6 +32,67 @@ PRELOAD_VLLM = (
 """Modules that the process of a `VLLMEngine` needs; a fork server with vLLM imported then stays in memory."""
 PRELOAD_DIFFUSERS = ("gcore_rollout.engines.diffusion.engine", "diffusers.pipelines.pipeline_utils")
 """Modules that the process of a `DiffusersEngine` needs."""
+
+_VLLM_RESERVED = frozenset(
+    [
+        "model",
+        "model_weights",
+        "load_format",
+        "weight_transfer_config",
+        "tokenizer",
+        "skip_tokenizer_init",
+        "dtype",
+        "seed",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "runner",
+        "convert",
+        "generation_config",
+        "logprobs_mode",
+        "enable_return_routed_experts",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "nnodes",
+        "node_rank",
+        "device_ids",
+        "distributed_executor_backend",
+        "worker_cls",
+        "enable_sleep_mode",
+        "sleep_preserve_parameter_names",
+    ]
+)
+"""Arguments of vLLM that gcore gives itself, some of them by settings of their own."""
+_SGLANG_RESERVED = frozenset(
+    [
+        "model_path",
+        "load_format",
+        "tokenizer_path",
+        "skip_tokenizer_init",
+        "dtype",
+        "random_seed",
+        "device",
+        "host",
+        "port",
+        "context_length",
+        "max_running_requests",
+        "mem_fraction_static",
+        "base_gpu_id",
+        "tp_size",
+        "pp_size",
+        "dp_size",
+        "nnodes",
+        "node_rank",
+        "is_embedding",
+        "incremental_streaming_output",
+        "disable_overlap_schedule",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+    ]
+)
+"""Arguments of SGLang that gcore gives itself, some of them by settings of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +120,8 @@ class EngineKind:
     """Names of engine options of the user that ``from_pretrained`` or ``connect`` takes as keywords."""
     library_options: str = ""
     """The keyword that takes the user's other options, of the engine's library: engine_args, server_args, or none."""
+    reserved_options: frozenset[str] = frozenset()
+    """Names of the library's options that gcore gives itself, some of them by settings of their own."""
     takes_images: bool = False
     needs_own_process: bool = False
     """Whether two of them cannot share a process."""
@@ -99,6 +160,7 @@ _KINDS = {
             )
         ),
         library_options="engine_args",
+        reserved_options=_VLLM_RESERVED,
         takes_images=True,
         needs_own_process=True,
         preload=PRELOAD_VLLM,
@@ -109,6 +171,7 @@ _KINDS = {
         own_options=frozenset(("enable_sleep_mode", "tensor_parallel_size")),
         engine_options=frozenset(("server_python", "gpu_memory_utilization")),
         library_options="server_args",
+        reserved_options=_SGLANG_RESERVED,
         has_rope_of_batch=True,
     ),
     "vllm_server": EngineKind(
@@ -145,7 +208,13 @@ def engine_kind(name: str) -> EngineKind:
         return _KINDS[name]
     if ".py:" not in name:
         raise RequestError(f"engine is {name!r}; expected {', '.join(_KINDS)} or PATH.py:function")
-    return EngineKind(make=name, is_own=True, takes_device=True, takes_max_model_len=False)
+    return EngineKind(
+        make=name,
+        is_own=True,
+        takes_device=True,
+        takes_max_model_len=False,
+        reserved_options=frozenset(("device", "dtype", "max_num_seqs", "eos_token_ids")),
+    )
 
 
 def engine_factory(
@@ -200,27 +269,92 @@ def check_engine_options(name: str, engine_options: Mapping[str, Any]) -> None:
     """
     kind = engine_kind(name)
     library_names = [option for option in engine_options if option not in kind.engine_options]
-    reserved: Collection[str] = ()
     accepted: Collection[str] | None = None
     if kind.library_options == "engine_args":
-        reserved = VLLM_RESERVED
         accepted = vllm_names()
     elif kind.library_options == "server_args":
-        reserved = SGLANG_RESERVED
         accepted = sglang_names(str(engine_options.get("server_python", "")))
-    elif kind.is_own:
-        reserved = ("device", "dtype", "max_num_seqs", "eos_token_ids")
-    elif library_names:
+    elif library_names and not kind.is_own:
         expected = ", ".join(sorted(kind.engine_options)) or "none"
         raise RequestError(
             f"engine_options has {library_names[0]!r}; expected some of {expected} with engine {name!r}"
         )
-    unfit = find_unfit_option(library_names, reserved=reserved, accepted=accepted)
+    unfit = find_unfit_option(library_names, reserved=kind.reserved_options, accepted=accepted)
     if unfit is not None:
         option, expected = unfit
         raise RequestError(
             f"engine_options has {option!r}; expected {expected} with engine {name!r}"
         )
+
+
+@cache
+def vllm_names() -> frozenset[str] | None:
+    """Return the fields of the installed vLLM's `EngineArgs`; None where it is not installed."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    return _read_fields(Path(spec.origin).parent / "engine/arg_utils.py", "EngineArgs")
+
+
+@cache
+def sglang_names(server_python: str) -> frozenset[str] | None:
+    """Return the fields of `ServerArgs` of the SGLang in a Python's environment; None where there is none here."""
+    environment = Path(server_python).expanduser().parent.parent
+    for source in environment.glob("lib/python3*/site-packages/sglang/srt/server_args.py"):
+        return _read_fields(source, "ServerArgs")
+    return None
+
+
+def _read_fields(source: Path, owner: str) -> frozenset[str] | None:
+    if not source.is_file():
+        return None
+    for node in ast.parse(source.read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            names: set[str] = set()
+            for entry in node.body:
+                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+                    names.add(entry.target.id)
+            return frozenset(names)
+    return None
+
+
+def find_unfit_option(
+    options: Collection[str], *, reserved: Collection[str], accepted: Collection[str] | None
+) -> tuple[str, str] | None:
+    """Return the first option that cannot be passed on, and what is expected instead; None if all can."""
+    for name in options:
+        if name in reserved:
+            return name, f"none of {', '.join(sorted(reserved))}, which gcore gives"
+        if accepted is not None and name not in accepted:
+            from difflib import get_close_matches
+
+            expected = "options that the engine has"
+            near = get_close_matches(name, accepted, n=3, cutoff=0.6)
+            if near:
+                expected += f", such as {', '.join(near)}"
+            return name, expected
+    return None
+
+
+def as_server_args(options: Mapping[str, Any]) -> list[str]:
+    """Return options as words of a command line: true is a switch, false is left out, and tables are JSON.
+
+    Example:
+        >>> as_server_args({"attention_backend": "fa3", "enable_torch_compile": True, "json_model_override_args": {}})
+        ['--attention-backend', 'fa3', '--enable-torch-compile', '--json-model-override-args', '{}']
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        if value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, Mapping):
+            words.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            words.extend(str(entry) for entry in value)
+        elif value is not True:
+            words.append(str(value))
+    return words
 
 
 def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,12 +378,6 @@ def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dic
 def _make_engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:
     """Make an engine of the user's; its file is imported in the process that runs the engine."""
     return load_function(spec, setting="engine")(model, **options)
-
-
-def connect_servers(name: str, urls: Sequence[str], **options: Any) -> list[Engine]:
-    """Connect to the servers at these URLs; see `ServerEngine.connect` for the options."""
-    connect = engine_kind(name).load().connect
-    return [connect(url, **options) for url in urls]
 
 
 def check_servers(

@@ -8,7 +8,6 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Sequence,
 )
 from contextlib import aclosing
@@ -69,6 +68,16 @@ class EngineReplicas(Generic[RequestT, SampleT]):
 
     Raises:
         ValueError: there are no engines, or their weight versions differ.
+
+    Example:
+        >>> async def main() -> tuple[int, int]:
+        ...     replicas = EngineReplicas([HFEngine.from_pretrained("model"), HFEngine.from_pretrained("model")])
+        ...     request = Request(request_id="a", prompt_token_ids=(40, 41), n=4, sampling=SamplingParams(max_tokens=3))
+        ...     samples = [sample async for sample in replicas.generate([request])]
+        ...     await replicas.close()
+        ...     return replicas.num_serving, len(samples)
+        >>> asyncio.run(main())
+        (2, 4)
     """
 
     def __init__(
@@ -124,8 +133,12 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         self._check_open()
         run: PoolCall[RequestT, SampleT] = PoolCall(sum(len(r.sample_indices) for r in requests))
         self._runs.add(run)
-        for part in self._split(requests):
-            self._submit(part, run)
+        outstanding = sum(replica.work for replica in self._replicas)
+        num_replicas = max(1, self.num_serving)
+        parts = fair_parts(requests, outstanding=outstanding, num_replicas=num_replicas)
+        for request, indices in parts:
+            aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._submit(RequestPart(request.part(indices), aborted), run)
         try:
             async with aclosing(run.completions()) as samples:
                 async for sample in samples:
@@ -148,16 +161,14 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         """
         if self._is_asleep:
             return []
-        serving = [replica for replica in self._replicas if replica.serves]
-        return [replica.engine for replica in find_spare(serving)]
+        return [replica.engine for replica in find_spare(self._serving)]
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ids = frozenset(request_ids or ())
         for run in self._runs:
             for part in run.parts:
-                if (
-                    request_ids is None or part.request.request_id in ids
-                ) and not part.aborted.done():
+                is_meant = request_ids is None or part.request.request_id in ids
+                if is_meant and not part.aborted.done():
                     part.aborted.set_result(None)
         await self._call_all(lambda engine: engine.abort(request_ids), self._replicas)
 
@@ -166,16 +177,21 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         return [replica.engine for replica in self._replicas]
 
     @property
+    def _serving(self) -> list[Replica[RequestT, SampleT]]:
+        """The replicas that requests go to."""
+        return [replica for replica in self._replicas if replica.serves]
+
+    @property
     def num_serving(self) -> int:
-        """Replicas that requests go to."""
-        return sum(replica.serves for replica in self._replicas)
+        """Number of replicas that requests go to."""
+        return len(self._serving)
 
     @property
     def idle(self) -> list[Engine[RequestT, SampleT]]:
         """The replicas that are awake and have no work of this pool."""
-        return [
-            r.engine for r in self._replicas if r.serves and not r.tasks and not self._is_asleep
-        ]
+        if self._is_asleep:
+            return []
+        return [replica.engine for replica in self._serving if not replica.tasks]
 
     @property
     def is_asleep(self) -> bool:
@@ -313,11 +329,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             for outcome in outcomes:
                 if isinstance(outcome, WrongWeightsError):
                     raise outcome
-            refusals = [
-                e
-                for e in outcomes
-                if isinstance(e, Exception) and not isinstance(e, EngineDiedError)
-            ]
+            refusals: list[Exception] = []
             agreed = None in outcomes
             for replica, outcome in zip(replicas, outcomes, strict=True):
                 if outcome is None:
@@ -326,6 +338,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     self._bury(replica, outcome.reason)
                 elif agreed:
                     self._bury(replica, str(outcome))
+                elif isinstance(outcome, Exception):
+                    refusals.append(outcome)
             if agreed:
                 for replica in self._replicas:
                     # Lent ones that are asleep miss this update, and serve after a later one.
@@ -385,10 +399,12 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             raise EngineDiedError("the engine to be removed has died")
         self._depart(replica)
 
-    def start_replacement(self, name: str) -> None:
-        """Start a replica in place of one of this name that was removed, as for one that died."""
-        if self._restart is not None and not self._closed:
-            start_task(self._restarts, self._replace(self._restart, name, is_lent=False))
+    def start_replacement(self, name: str, *, is_lent: bool = False) -> bool:
+        """Start a replica in place of one of this name that has died or was removed; False: none can be started."""
+        if self._restart is None or self._closed:
+            return False
+        start_task(self._restarts, self._replace(name, is_lent=is_lent))
+        return True
 
     async def close(self) -> None:
         self._closed = True
@@ -437,23 +453,18 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         start_task(self._closing, replica.engine.close())
         hopeless = replica.is_replacement and not replica.has_finished
         then = f"not replaced, {len(self._replicas)} of its kind are left"
-        if self._restart is not None and not (self._closed or replica.leaves or hopeless):
-            start_task(self._restarts, self._replace(self._restart, name, is_lent=replica.is_lent))
+        may_replace = not (replica.leaves or hopeless)
+        if may_replace and self.start_replacement(name, is_lent=replica.is_lent):
             then = "a replacement is being started"
         if not self._closed:
             self._announce(f"{name} is gone: {reason}; {then}")
 
-    async def _replace(
-        self,
-        restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]],
-        name: str,
-        *,
-        is_lent: bool,
-    ) -> None:
+    async def _replace(self, name: str, *, is_lent: bool) -> None:
+        assert self._restart is not None
         if is_lent or self._all_sleep:
             await self._may_start.wait()
         try:
-            engine = await restart()
+            engine = await self._restart()
         except Exception as error:
             self._losses.append(f"a replacement could not be made: {error!r}")
             self._announce(f"no replacement of {name} could be started: {error!r}")
@@ -495,22 +506,12 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             replica.has_weights = engine.weight_version == self._version
             self._replicas.append(replica)
         if replica.serves:
-            serving = [member for member in self._replicas if member.serves]
-            await share_queues(serving, replica)
+            await share_queues(self._serving, replica)
 
     def _explain_none_serves(self) -> str:
         if self._replicas:
             return "no replica serves: those that are left have older weights, or are leaving"
         return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"
-
-    def _split(self, requests: Sequence[RequestT]) -> Iterator[RequestPart[RequestT]]:
-        """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
-        outstanding = sum(r.work for r in self._replicas)
-        num_replicas = max(1, self.num_serving)
-        for request, indices in fair_parts(
-            requests, outstanding=outstanding, num_replicas=num_replicas
-        ):
-            yield RequestPart(request.part(indices), asyncio.get_running_loop().create_future())
 
     def _submit(self, part: RequestPart[RequestT], run: PoolCall[RequestT, SampleT]) -> None:
         run.parts.add(part)
@@ -582,7 +583,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         while True:
             if part.aborted.done():
                 return None
-            ready = [r for r in self._replicas if r.serves]
+            ready = self._serving
             if ready:
                 least = min(ready, key=lambda r: r.work)
                 session = part.request.session

@@ -1,6 +1,7 @@
-"""Encoded images, such as the contents of PNG and JPEG files."""
+"""Encoded images, such as the contents of PNG and JPEG files: their reading, sizes and pixels."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,26 @@ def open_rgb(image: bytes) -> Any:
         raise RequestError(f"an image of {len(image)} bytes does not decode: {error}") from None
 
 
-def decode_image(image: bytes) -> NDArray[np.uint8]:
-    """Return the pixels [H, W, 3] of an encoded image; `RequestError` if it is none that Pillow reads."""
-    return np.asarray(open_rgb(image))
+def read_image(source: bytes | Path | str) -> bytes:
+    """Return an encoded image file, from its path or its URL; `OSError` if it cannot be read."""
+    if isinstance(source, str):
+        import fsspec
+
+        # Untyped: its stubs have a list of files.
+        opened: Any = fsspec.open(source, "rb")
+        with opened as file:
+            return file.read()
+    if isinstance(source, bytes):
+        return source
+    return source.read_bytes()
+
+
+def decode_image(source: bytes | Path | str) -> NDArray[np.uint8]:
+    """Return the pixels [H, W, 3] of an encoded image, its file or its URL.
+
+    `RequestError` if it is none that Pillow reads, `OSError` if it cannot be read.
+    """
+    return np.asarray(open_rgb(read_image(source)))
 
 
 def _open(image: bytes) -> Any:

@@ -21,6 +21,8 @@ Objects = Mapping[str, Sequence[Box]]
 
 _Masks = Mapping[Box, NDArray[np.bool_]]
 """Pixels [H, W] of objects, by their boxes."""
+_NameColours = Callable[[NDArray[np.uint8], _Masks, str, Sequence[Box]], list[str]]
+"""Returns the colour of each box of a class in an image."""
 
 _GREY = 0x99
 _COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -80,7 +82,7 @@ class GenEvalReward:
         device: str = "cpu",
     ) -> None:
         self._detector = ObjectDetector(path, device=device)
-        self._colours = _Colours(clip, device) if clip else None
+        self._colours = _make_colour_namer(clip, device) if clip else None
         self._thresholds = thresholds
 
     def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
@@ -231,24 +233,32 @@ def relative_positions(box: Box, other: Box) -> set[str]:
     return set(compress(_POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5)))
 
 
-class _Colours:
-    """Names the colours of objects: the likeliest of GenEval's ten, of the box's pixels, to a CLIP model.
+def _make_colour_namer(path: str | Path, device: str) -> _NameColours:
+    """Return a function that names the colours of objects: the likeliest of GenEval's ten to a CLIP model.
 
-    Pixels around the object's mask, if it has one, are grey.
+    It sees the pixels of each box; those around the object's mask, if it has one, are grey.
     """
+    from transformers import AutoTokenizer
 
-    def __init__(self, path: str | Path, device: str) -> None:
-        from transformers import AutoTokenizer
+    pillow = import_pillow()
+    model, processor = load_clip(path, device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
 
-        self._pillow = import_pillow()
-        self._device = device
-        self._model, self._processor = load_clip(path, device)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self._classifier = cache(self._embed_colours)
+    @cache
+    def embed_colours(name: str) -> torch.Tensor:
+        """Return the mean of each colour's texts, of length 1, [colours, width]."""
+        texts = [
+            template.format(colour, name) for colour, template in product(_COLOURS, _TEMPLATES)
+        ]
+        tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
+        embeddings = model.text_projection(model.text_model(**tokens).pooler_output)
+        unit = torch.nn.functional.normalize(embeddings, dim=-1)
+        means = unit.view(len(_COLOURS), len(_TEMPLATES), -1).mean(1)
+        return torch.nn.functional.normalize(means, dim=-1)
 
     @torch.no_grad()
-    def __call__(
-        self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: Sequence[Box]
+    def name_colours(
+        image: NDArray[np.uint8], masks: _Masks, name: str, boxes: Sequence[Box]
     ) -> list[str]:
         """Return the colour of each box."""
         crops: list[Any] = []
@@ -258,25 +268,11 @@ class _Colours:
             if mask is not None:
                 picture = np.where(mask[..., None], image, np.uint8(_GREY))
             box = (left, top, max(right, left + 1), max(bottom, top + 1))
-            crops.append(self._pillow.fromarray(picture).crop(box))
-        embeddings = embed_images(self._model, self._processor, crops, self._device)
-        return [_COLOURS[i] for i in (embeddings @ self._classifier(name).T).argmax(1).tolist()]
+            crops.append(pillow.fromarray(picture).crop(box))
+        embeddings = embed_images(model, processor, crops, device)
+        return [_COLOURS[i] for i in (embeddings @ embed_colours(name).T).argmax(1).tolist()]
 
-    def _embed_colours(self, name: str) -> torch.Tensor:
-        """Return the mean of each colour's texts, of length 1, [colours, width]."""
-        texts = [
-            template.format(colour, name) for colour, template in product(_COLOURS, _TEMPLATES)
-        ]
-        tokens = self._tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(
-            self._device
-        )
-        embeddings = self._model.text_projection(self._model.text_model(**tokens).pooler_output)
-        means = (
-            torch.nn.functional.normalize(embeddings, dim=-1)
-            .view(len(_COLOURS), len(_TEMPLATES), -1)
-            .mean(1)
-        )
-        return torch.nn.functional.normalize(means, dim=-1)
+    return name_colours
 
 
 def _clauses(prompt: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gcore_rollout.errors import RewardConfigError, require
-from gcore_rollout.images.reward import Images, Rows, Scores
+from gcore_rollout.images.reward import Images, Rows, ScoreImages, Scores
 
 # Of the scores on the published validation set, by which scores are standardised.
 _MEAN = 0.16717362830052426
@@ -53,8 +53,14 @@ _OPEN_CLIP_NAMES = (
 """Patterns from open_clip's names to those of transformers."""
 
 
-class CLIPReward:
-    """Similarity of images and prompts under a CLIP model of transformers.
+def make_clip_reward(
+    path: str | Path,
+    *,
+    weights: str | Path = "",
+    device: str = "cpu",
+    scale: float | None = 1.0,
+) -> ScoreImages:
+    """Return a reward of the similarity of images and prompts under a CLIP model of transformers.
 
     CLIPScore (arXiv 2104.08718) is the cosine; PickScore (arXiv 2305.01569, eq. 1), with its weights, is the cosine
     times the model's learned scale, divided by 26 as Flow-GRPO's code does.
@@ -64,123 +70,111 @@ class CLIPReward:
     folder's own weights: with HPS_v2_compressed.pt or HPS_v2.1_compressed.pt, and the folder of CLIP-ViT-H-14, the
     cosine is the score of HPSv2 (arXiv 2306.09341), of which papers report 100 times as much.
     """
+    from transformers import AutoTokenizer
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        weights: str | Path = "",
-        device: str = "cpu",
-        scale: float | None = 1.0,
-    ) -> None:
-        from transformers import AutoTokenizer
-
-        self._model, self._processor = load_clip(path, device, weights)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self._device = device
-        if scale is None:
-            scale = float(self._model.logit_scale.exp()) / 26
-        self._scale = scale
+    model, processor = load_clip(path, device, weights)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    factor = float(model.logit_scale.exp()) / 26 if scale is None else scale
 
     @torch.no_grad()
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+    def clip_score(images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del rows
-        texts = self._tokenizer(
-            list(prompts), padding=True, truncation=True, return_tensors="pt"
-        ).to(self._device)
-        pixels = self._processor(list(images), return_tensors="pt").to(self._device)
-        outputs = self._model(**texts, pixel_values=pixels["pixel_values"])
+        texts = tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
+        pixels = processor(list(images), return_tensors="pt").to(device)
+        outputs = model(**texts.to(device), pixel_values=pixels["pixel_values"])
         cosines = torch.nn.functional.cosine_similarity(outputs.image_embeds, outputs.text_embeds)
-        return (self._scale * cosines).double().cpu().numpy()
+        return (factor * cosines).double().cpu().numpy()
+
+    return clip_score
 
 
-class AestheticReward:
-    """A linear head, or several layers of them, on CLIP's image embeddings of length 1: LAION's aesthetic predictor.
+def make_aesthetic_reward(
+    path: str | Path, head: str | Path, *, device: str = "cpu"
+) -> ScoreImages:
+    """Return a linear head, or several layers of them, on CLIP's image embeddings of length 1.
 
-    ``path`` is a Hugging Face folder of a CLIP model, with its image processor; ``head`` a safetensors file with
-    ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
+    LAION's aesthetic predictor is one. ``path`` is a Hugging Face folder of a CLIP model, with its image processor;
+    ``head`` a safetensors file with ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
     """
-
-    def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
-        self._model, self._processor = load_clip(path, device)
-        tensors = _read("head", Path(head))
-        names = sorted(
-            (n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of
+    model, processor = load_clip(path, device)
+    tensors = _read("head", Path(head))
+    names = sorted(
+        (n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of
+    )
+    width = int(model.config.projection_dim)
+    if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
+        shapes = {name: tuple(tensors[name].shape) for name in tensors}
+        raise RewardConfigError(
+            f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score"
         )
-        width = int(self._model.config.projection_dim)
-        if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
-            shapes = {name: tuple(tensors[name].shape) for name in tensors}
-            raise RewardConfigError(
-                f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score"
-            )
-        self._head = _read_head(tensors, names, device)
-        self._device = device
+    compute_scores = _read_head(tensors, names, device)
 
     @torch.no_grad()
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+    def aesthetic_score(images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del prompts, rows
-        embeddings = embed_images(self._model, self._processor, list(images), self._device)
-        return self._head(torch.nn.functional.normalize(embeddings, dim=-1))
+        embeddings = embed_images(model, processor, list(images), device)
+        return compute_scores(torch.nn.functional.normalize(embeddings, dim=-1))
+
+    return aesthetic_score
 
 
-class ImageRewardScore:
-    """ImageReward's score (arXiv 2304.05977), from its published weights: about a standard normal variable.
+def make_blip_reward(
+    weights: str | Path, tokenizer: str | Path, *, device: str = "cpu"
+) -> ScoreImages:
+    """Return ImageReward's score (arXiv 2304.05977), from its published weights: about a standard normal variable.
 
     The state at the prompt's first token of BLIP's text encoder, which attends to the image, goes through five linear
     layers. Sizes are read off the ``weights``, ImageReward.pt or the same as safetensors; ``tokenizer`` is a Hugging
     Face folder of bert-base-uncased with BLIP's two tokens.
     """
+    from transformers import AutoTokenizer, CLIPImageProcessor
 
-    def __init__(self, weights: str | Path, tokenizer: str | Path, *, device: str = "cpu") -> None:
-        from transformers import AutoTokenizer, CLIPImageProcessor
-
-        tensors = _read("weights", Path(weights))
-        try:
-            vision, text = _build_blip(tensors)
-            self._vision = vision.to(device)
-            self._text = text.to(device)
-            self._head = _read_head(
-                tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device
-            )
-        except (KeyError, RuntimeError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise RewardConfigError(
-                f"weights is {str(weights)!r}: it is not ImageReward's: {reason}"
-            ) from None
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise RewardConfigError(f"tokenizer is {str(tokenizer)!r}: {error}") from None
-        size = self._vision.config.image_size
-        # The shorter side is resized, the middle cropped, and CLIP's means and deviations taken.
-        crop = {"height": size, "width": size}
-        self._processor: Any = CLIPImageProcessor(size={"shortest_edge": size}, crop_size=crop)
-        self._device = device
+    tensors = _read("weights", Path(weights))
+    try:
+        vision, text = _build_blip(tensors)
+        vision = vision.to(device)
+        text = text.to(device)
+        head = _read_head(tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device)
+    except (KeyError, RuntimeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise RewardConfigError(
+            f"weights is {str(weights)!r}: it is not ImageReward's: {reason}"
+        ) from None
+    try:
+        tokenize: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RewardConfigError(f"tokenizer is {str(tokenizer)!r}: {error}") from None
+    size = vision.config.image_size
+    # The shorter side is resized, the middle cropped, and CLIP's means and deviations taken.
+    crop = {"height": size, "width": size}
+    processor: Any = CLIPImageProcessor(size={"shortest_edge": size}, crop_size=crop)
 
     @torch.no_grad()
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+    def image_reward_score(images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del rows
-        pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
-        image_states = self._vision(pixel_values=pixels).last_hidden_state
-        words = self._tokenizer(
+        pixels = processor(list(images), return_tensors="pt")["pixel_values"].to(device)
+        image_states = vision(pixel_values=pixels).last_hidden_state
+        words = tokenize(
             list(prompts),
             padding="max_length",
             truncation=True,
             max_length=_MAX_TOKENS,
             return_tensors="pt",
-        ).to(self._device)
-        outputs = self._text(
+        ).to(device)
+        outputs = text(
             input_ids=words["input_ids"],
             attention_mask=words["attention_mask"],
             encoder_hidden_states=image_states,
             encoder_attention_mask=torch.ones(
-                image_states.shape[:2], dtype=torch.long, device=self._device
+                image_states.shape[:2], dtype=torch.long, device=device
             ),
         )
-        return (self._head(outputs.last_hidden_state[:, 0]) - _MEAN) / _STD
+        return (head(outputs.last_hidden_state[:, 0]) - _MEAN) / _STD
+
+    return image_reward_score
 
 
 def _read_head(

@@ -29,6 +29,9 @@ all, which become metrics. It may be async. Methods ``check(height, width)`` and
 there are any, raise `RewardConfigError` before a run for images of a size, or for prompts, that it cannot score. A true
 ``uses_engine`` says that an engine, which times its own work, computes it."""
 
+ScoreImages = Callable[[Images, Sequence[str], Rows], Scores]
+"""An `ImageRewardFunction` that returns scores alone, and is not async."""
+
 _QUALITY = 95
 
 
@@ -195,71 +198,69 @@ def png(image: Any) -> bytes:
     return file.getvalue()
 
 
-class JPEGCompressibility:
-    """DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes (1,000 bytes) of a JPEG of quality 95, or minus these.
+def make_jpeg_reward(*, sign: int = -1, size: int = 0) -> ScoreImages:
+    """Return DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes of a JPEG of quality 95, or minus these.
 
-    With ``sign`` -1 small files are good (compressibility), with 1 large ones (incompressibility). A side is resized to
-    ``size`` pixels before; 0: it stays. The file of a very small image is mostly header.
+    A kilobyte is 1,000 bytes. With ``sign`` -1 small files are good (compressibility), with 1 large ones
+    (incompressibility). A side is resized to ``size`` pixels before; 0: it stays. The file of a very small image is
+    mostly header.
     """
+    pillow = import_pillow()
+    require("sign", sign, sign in (-1, 1), "-1 or 1")
+    require("size", size, size >= 0, "0 or more")
 
-    def __init__(self, *, sign: int = -1, size: int = 0) -> None:
-        self._pillow = import_pillow()
-        require("sign", sign, sign in (-1, 1), "-1 or 1")
-        require("size", size, size >= 0, "0 or more")
-        self._sign = sign
-        self._size = size
-
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+    def jpeg_kilobytes(images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del prompts, rows
-        return np.array([self._sign * self._kilobytes(image) for image in images])
+        scores: list[float] = []
+        for image in images:
+            picture = pillow.fromarray(image)
+            if size:
+                picture = picture.resize((size, size), pillow.Resampling.BICUBIC)
+            file = io.BytesIO()
+            picture.save(file, format="JPEG", quality=_QUALITY)
+            scores.append(sign * len(file.getvalue()) / 1000)
+        return np.array(scores)
 
-    def _kilobytes(self, image: NDArray[np.uint8]) -> float:
-        picture = self._pillow.fromarray(image)
-        file = io.BytesIO()
-        if self._size:
-            picture = picture.resize((self._size, self._size), self._pillow.Resampling.BICUBIC)
-        picture.save(file, format="JPEG", quality=_QUALITY)
-        return len(file.getvalue()) / 1000
+    return jpeg_kilobytes
 
 
-class ColourReward:
-    """Cosine similarity, from 0 to 1, of the prompt's colour and the image's mean colour, weighted by brightness.
+def make_colour_reward(colours: Mapping[str, tuple[float, float, float]]) -> ScoreImages:
+    """Return a reward of the cosine of the prompt's colour and the image's mean colour, weighted by brightness.
 
-    ``colours`` has red, green and blue from 0 to 1 by the word of a prompt that names them.
+    It is from 0 to 1. ``colours`` has red, green and blue from 0 to 1 by the word of a prompt that names them.
 
     Example:
-        >>> reward = ColourReward({"red": (1, 0, 0), "yellow": (1, 1, 0)})
+        >>> reward = make_colour_reward({"red": (1, 0, 0), "yellow": (1, 1, 0)})
         >>> image = np.zeros((8, 8, 3), np.uint8)
         >>> image[..., 0] = 255
         >>> reward(np.stack([image, image]), ["a red car", "a yellow car"], [{}, {}]).round(3)
         array([1.   , 0.707])
     """
+    if not colours:
+        raise RewardConfigError("colours is empty; expected at least one")
+    units: dict[str, NDArray[np.float64]] = {}
+    for word, colour in colours.items():
+        if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
+            expected = "three numbers from 0 to 1, one above 0"
+            raise RewardConfigError(f"colours has {word!r}: {colour}; expected {expected}")
+        units[word] = np.asarray(colour, np.float64) / np.linalg.norm(colour)
 
-    def __init__(self, colours: Mapping[str, tuple[float, float, float]]) -> None:
-        if not colours:
-            raise RewardConfigError("colours is empty; expected at least one")
-        for word, colour in colours.items():
-            if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
-                expected = "three numbers from 0 to 1, one above 0"
-                raise RewardConfigError(f"colours has {word!r}: {colour}; expected {expected}")
-        self._colours = {
-            word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()
-        }
-
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+    def colour_similarity(images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]; `RewardConfigError` if a prompt names no known colour."""
         del rows
-        colours: list[NDArray[np.float64]] = []
+        requested: list[NDArray[np.float64]] = []
         for prompt in prompts:
-            words = [word for word in prompt.split() if word in self._colours]
+            words = [word for word in prompt.split() if word in units]
             if not words:
                 raise RewardConfigError(
-                    f"prompt {prompt!r} names no colour; expected one of {', '.join(self._colours)}"
+                    f"prompt {prompt!r} names no colour; expected one of {', '.join(units)}"
                 )
-            colours.append(self._colours[words[0]])
+            requested.append(units[words[0]])
         # Pixels are weighted by their brightest channel.
         pixels = images.astype(np.float64) / 255
         means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
-        units = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
-        return (units * np.stack(colours)).sum(1)
+        directions = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        return (directions * np.stack(requested)).sum(1)
+
+    return colour_similarity

@@ -38,6 +38,7 @@ class ProcessLimits:
     """Limits of a function in a process of its own.
 
     Example:
+        >>> from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
         >>> limits = ProcessLimits(call_s=0.5, memory_bytes=256 << 20)
         >>> async def main():
         ...     reward = ProcessReward(MathVerifyReward, limits=limits, limit_score=0.0)
@@ -58,13 +59,11 @@ class ProcessLimits:
         require("memory_bytes", self.memory_bytes, self.memory_bytes > 0, "more than 0")
 
 
-@dataclass(eq=False)
-class _Call:
-    """A call without an answer yet."""
-
-    call_id: int
-    arguments: tuple[Any, ...]
-    answer: "asyncio.Future[Any]"
+_Call = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
+"""The arguments of a call without an answer yet, and the answer to come."""
+_SETUP = 0
+_CALL = 1
+"""Numbers of messages: the function is made first, and then called; each answer has the number of its message."""
 
 
 class ProcessReward:
@@ -82,6 +81,7 @@ class ProcessReward:
 
     Example:
         >>> from functools import partial
+        >>> from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
         >>> async def main():
         ...     reward = ProcessReward(partial(MathVerifyReward, answer_key="gold"), limit_score=0.0)
         ...     score = await reward("What is 1 + 1?", "2", {"gold": "2"})
@@ -182,7 +182,6 @@ class LimitedProcess:
         self._describe = describe
         self._calls: deque[_Call] = deque()
         """Calls without an answer, in the order in which the process makes them."""
-        self._num_calls = 0
         self._has_calls = asyncio.Event()
         self._channel: Channel | None = None
         """None: no process is ready."""
@@ -206,15 +205,14 @@ class LimitedProcess:
 
         Its exception is the function's, or a `LimitExceededError`.
         """
-        self._num_calls += 1
-        call = _Call(self._num_calls, arguments, self.loop.create_future())
+        answer: asyncio.Future[Any] = self.loop.create_future()
         if self._channel is not None:
-            self._channel.send((call.call_id, call.arguments))
-        self._calls.append(call)
+            self._channel.send((_CALL, arguments))
+        self._calls.append((arguments, answer))
         self._has_calls.set()
         if len(self._calls) == 1:
             self._start_clock()
-        return call.answer
+        return answer
 
     async def _live(self) -> None:
         """Have a process whenever there are calls."""
@@ -241,7 +239,7 @@ class LimitedProcess:
             stack.callback(process.close)
             channel = await Channel.open(ours, lambda message: self._take(message, is_ready))
             stack.callback(channel.abort)
-            channel.send((0, session.Setup.here(self._factory)))
+            channel.send((_SETUP, session.Setup.here(self._factory)))
             await asyncio.wait([is_ready, channel.gone], return_when=asyncio.FIRST_COMPLETED)
             if not is_ready.done():
                 raise RewardError(f"its process {await process.wait_for_end()} before it was ready")
@@ -249,8 +247,8 @@ class LimitedProcess:
             self._process = process
             self._channel = channel
             self._is_killed = False
-            for call in self._calls:
-                channel.send((call.call_id, call.arguments))
+            for arguments, _ in self._calls:
+                channel.send((_CALL, arguments))
             self._start_clock()
             try:
                 await channel.gone
@@ -263,35 +261,36 @@ class LimitedProcess:
             reason = f"ended its process, which {end}"
             if self._is_killed:
                 reason = f"did not answer within {self._limits.call_s:g} s"
-            self._answer(self._calls[0], LimitExceededError(reason))
+            self._answer_first(LimitExceededError(reason))
 
     def _take(self, message: Any, is_ready: "asyncio.Future[Any]") -> None:
-        """Handle an answer: the id of its call and the value, or a failure."""
+        """Handle an answer: the number of its message and the value, or a failure."""
         if isinstance(message, session.CallFailed):
             pid = 0 if self._process is None else self._process.pid
-            call_id = message.call_id
+            number = message.call_id
             value: Any = session.rebuild_exception(message, pid)
         else:
-            call_id, value = message
+            number, value = message
         if isinstance(value, MemoryError):
             value = LimitExceededError(
                 f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory"
             )
-        if call_id:
-            self._answer(self._calls[0], value)
-            self._start_clock()
-        else:
+        if number == _SETUP:
             finish_call(is_ready, value)
+        else:
+            self._answer_first(value)
+            self._start_clock()
 
-    def _answer(self, call: _Call, value: Any) -> None:
-        self._calls.remove(call)
+    def _answer_first(self, value: Any) -> None:
+        """Answer the first of the calls, which are made one after the other."""
+        _, answer = self._calls.popleft()
         if not self._calls:
             self._has_calls.clear()
-        finish_call(call.answer, value)
+        finish_call(answer, value)
 
     def _fail_all(self, error: Exception) -> None:
-        for call in list(self._calls):
-            self._answer(call, error)
+        while self._calls:
+            self._answer_first(error)
 
     def _start_clock(self) -> None:
         """Start the time of the first call, if a process makes it."""
@@ -309,7 +308,7 @@ class LimitedProcess:
             self._clock = None
 
     def _warn(self, rest_s: float) -> None:
-        warn_of_slow_call(self._describe(self._calls[0].arguments))
+        warn_of_slow_call(self._describe(self._calls[0][0]))
         self._clock = self.loop.call_later(rest_s, self._kill)
 
     def _kill(self) -> None:

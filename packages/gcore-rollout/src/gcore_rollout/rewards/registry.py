@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import RewardConfigError, RewardError, require
-from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
+from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, make_jpeg_reward
 from gcore_rollout.rewards.batch import BatchReward
 from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
-from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, MultipleChoiceReward
+from gcore_rollout.rewards.kinds.graders import (
+    MultipleChoiceReward,
+    make_aime_reward,
+    make_gsm8k_reward,
+)
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward, ReasoningGymReward
 from gcore_rollout.rewards.process import ProcessLimits, ProcessReward
 from gcore_rollout.rewards.reward import RewardFunction, name_of
@@ -76,18 +80,20 @@ class ImageRewardKind:
 
 def _make_image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
     if name == "jpeg_compressibility":
-        return JPEGCompressibility(sign=-1, size=settings.jpeg_size)
+        return make_jpeg_reward(sign=-1, size=settings.jpeg_size)
     if name == "jpeg_incompressibility":
-        return JPEGCompressibility(sign=1, size=settings.jpeg_size)
+        return make_jpeg_reward(sign=1, size=settings.jpeg_size)
     from gcore_rollout.images import geneval, models, text
 
     match name:
         case "clip":
-            return models.CLIPReward(settings.path, device=settings.device)
+            return models.make_clip_reward(settings.path, device=settings.device)
         case "pick_score":
-            return models.CLIPReward(settings.path, device=settings.device, scale=None)
+            return models.make_clip_reward(settings.path, device=settings.device, scale=None)
         case "hps":
-            return models.CLIPReward(settings.path, weights=settings.head, device=settings.device)
+            return models.make_clip_reward(
+                settings.path, weights=settings.head, device=settings.device
+            )
         case "ocr":
             return text.OCRReward(settings.path, text_key=settings.text_key, device=settings.device)
         case "geneval":
@@ -98,9 +104,11 @@ def _make_image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardF
                 device=settings.device,
             )
         case "aesthetic":
-            return models.AestheticReward(settings.path, settings.head, device=settings.device)
+            return models.make_aesthetic_reward(
+                settings.path, settings.head, device=settings.device
+            )
         case _:
-            return models.ImageRewardScore(settings.head, settings.path, device=settings.device)
+            return models.make_blip_reward(settings.head, settings.path, device=settings.device)
 
 
 def _math_verify(answer_key: str = "answer") -> RewardFunction:
@@ -114,8 +122,8 @@ def _code(tests_key: str = "tests", partial: bool = False) -> RewardFunction:
 
 _REWARDS: dict[str, Callable[..., RewardFunction]] = {
     "math-verify": _math_verify,
-    "gsm8k": GSM8KReward,
-    "aime": AIMEReward,
+    "gsm8k": make_gsm8k_reward,
+    "aime": make_aime_reward,
     "multiple-choice": MultipleChoiceReward,
     "code": _code,
 }

@@ -5,7 +5,6 @@ import contextvars
 import inspect
 import itertools
 import logging
-import math
 import numbers
 import queue
 import statistics
@@ -334,18 +333,6 @@ def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
         for name, part in named_parts.items():
             values[name].append(part)
     return dict(sorted(values.items()))
-
-
-def reward_metrics(outcomes: Iterable[Scored | RewardError]) -> dict[str, float]:
-    """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``."""
-    outcomes = list(outcomes)
-    scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
-    metrics = part_means(outcome.parts for outcome in scored)
-    if scored:
-        metrics["reward/mean"] = math.fsum(outcome.score for outcome in scored) / len(scored)
-    if outcomes:
-        metrics["reward/failed_fraction"] = (len(outcomes) - len(scored)) / len(outcomes)
-    return metrics
 
 
 def warn_of_slow_call(call: str) -> None:

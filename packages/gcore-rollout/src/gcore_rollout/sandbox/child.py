@@ -1,7 +1,7 @@
 """The sandboxed process: it isolates itself, runs the program, and watches it.
 
 It is started by path in a bare interpreter, so it imports only modules of the standard library that import quickly:
-each program waits for them. Its one argument is JSON, a `Setup`: the fields of `SandboxLimits`; ``isolation``;
+each program waits for them. Its one argument is JSON, a `Setup`: the limits of `Sandbox`; ``isolation``;
 ``syscall_filter``, in hexadecimal; ``control_fd``, a socket into which the program and its tests come, and out of which
 lines say how far it got; ``report_fd``, a pipe for the watcher's report, which the program never holds; and
 ``import_paths``.

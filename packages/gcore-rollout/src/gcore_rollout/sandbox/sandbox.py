@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -42,37 +42,6 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """The whole environment of a program. Sets are iterated in the same order each time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SandboxLimits:
-    """Limits of one program. Beyond a limit its call fails or it is killed; neither passes a test.
-
-    Example:
-        >>> limits = SandboxLimits(wall_s=5.0, output_bytes=1000)
-        >>> result = asyncio.run(Sandbox(limits=limits, isolation="limits").run("print('a' * 10_000)"))
-        >>> result.outcome
-        'output_limit'
-    """
-
-    wall_s: float = 10.0
-    """Seconds from the start to the end of the program, waiting included."""
-    cpu_s: int = 10
-    """Seconds of CPU time, of each process."""
-    memory_bytes: int = 1 << 30
-    """Address space, of each process."""
-    disk_bytes: int = 16 << 20
-    """Largest size of a file in its folder, and with namespaces of all files."""
-    output_bytes: int = 1 << 20
-    """Largest output on each of stdout and stderr."""
-    open_files: int = 64
-    """Open files, of each process."""
-    processes: int = 16
-    """Processes and threads at one time, the program's own among them. Held with namespaces only."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(name, value, value > 0, "more than 0", RolloutError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +79,19 @@ class Sandbox:
     ``disk_bytes``, and buffers of pipes and sockets); ``processes`` times the limits of memory and CPU time, as those
     are of each process.
 
+    Beyond a limit of a program its call fails or it is killed; neither passes a test.
+
     Args:
-        limits: of each program.
         isolation: tried once here; a `RolloutError` if this machine cannot enforce it.
         max_concurrency: most programs at one time; default: as many as there are CPUs.
         import_paths: folders to import from besides the standard library, absolute; the program can read them.
+        wall_s: seconds from the start to the end of the program, waiting included.
+        cpu_s: seconds of CPU time, of each process.
+        memory_bytes: address space, of each process.
+        disk_bytes: largest size of a file in its folder, and with namespaces of all files.
+        output_bytes: largest output on each of stdout and stderr.
+        open_files: open files, of each process.
+        processes: processes and threads at one time, the program's own among them. Held with namespaces only.
 
     Example:
         >>> sandbox = Sandbox(isolation="limits")
@@ -123,17 +100,39 @@ class Sandbox:
         ('finished', 42)
         >>> asyncio.run(sandbox.run("x = 3", tests=["assert x == 3", "assert x > 5"])).passed
         (True, False)
+        >>> short = Sandbox(isolation="limits", wall_s=5.0, output_bytes=1000)
+        >>> asyncio.run(short.run("print('a' * 10_000)")).outcome
+        'output_limit'
     """
 
     def __init__(
         self,
         *,
-        limits: SandboxLimits | None = None,
         isolation: Isolation = "namespaces",
         max_concurrency: int | None = None,
         import_paths: Sequence[str | Path] = (),
+        wall_s: float = 10.0,
+        cpu_s: int = 10,
+        memory_bytes: int = 1 << 30,
+        disk_bytes: int = 16 << 20,
+        output_bytes: int = 1 << 20,
+        open_files: int = 64,
+        processes: int = 16,
     ) -> None:
-        self._limits = limits or SandboxLimits()
+        self._limits = {
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "memory_bytes": memory_bytes,
+            "disk_bytes": disk_bytes,
+            "output_bytes": output_bytes,
+            "open_files": open_files,
+            "processes": processes,
+        }
+        for name, value in self._limits.items():
+            require(name, value, value > 0, "more than 0", RolloutError)
+        self._wall_s = wall_s
+        self._cpu_s = cpu_s
+        self._output_bytes = output_bytes
         accepted = get_args(Isolation)
         require(
             "isolation",
@@ -183,8 +182,8 @@ class Sandbox:
                 text = stack.enter_context(os.fdopen(os.memfd_create("stdin"), "w+b", buffering=0))
                 text.write(stdin.encode("utf-8", "surrogatepass"))
                 text.seek(0)
-                stdout = stack.enter_context(_OutputPipe(self._limits.output_bytes))
-                stderr = stack.enter_context(_OutputPipe(self._limits.output_bytes))
+                stdout = stack.enter_context(_OutputPipe(self._output_bytes))
+                stderr = stack.enter_context(_OutputPipe(self._output_bytes))
                 report = stack.enter_context(_OutputPipe(1 << 16))
                 ours, theirs = socket.socketpair()
                 stack.enter_context(ours)
@@ -204,7 +203,7 @@ class Sandbox:
                 )
                 tasks = [asyncio.create_task(work) for work in works]
                 try:
-                    async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                    async with asyncio.timeout(self._wall_s + GRACE_S):
                         await report.read()
                     # Without a namespace that ends with the program, a process that got away may hold them open.
                     await asyncio.wait(tasks, timeout=LEFT_OPEN_S)
@@ -228,9 +227,7 @@ class Sandbox:
         if stdout.too_much or stderr.too_much:
             outcome = "output_limit"
         # The kernel's count at the kill, in ticks, and the one reported differ a little.
-        elif end["timed_out"] or (
-            end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._limits.cpu_s
-        ):
+        elif end["timed_out"] or (end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._cpu_s):
             outcome = "timed_out"
         elif end["exit_code"]:
             outcome = "failed"
@@ -254,7 +251,7 @@ class Sandbox:
             "control_fd": control.fileno(),
             "report_fd": report.fileno(),
             "import_paths": self._import_paths,
-            **asdict(self._limits),
+            **self._limits,
         }
         # Bare: no site-packages, none of the user's, no folder of the script, and no .pyc written.
         python = str(Path(sys.executable).resolve())

@@ -75,9 +75,7 @@ class _Update:
         dense: dict[str, torch.Tensor] = {}
         for name in self.layout:
             if name + _INDICES in tensors:
-                sparse[name] = SparseValues(
-                    indices=tensors[name + _INDICES], values=tensors[name + _VALUES]
-                )
+                sparse[name] = (tensors[name + _INDICES], tensors[name + _VALUES])
             if name in tensors:
                 dense[name] = tensors[name]
         return WeightDelta(
@@ -218,9 +216,9 @@ class DeltaSender:
                 self._sent, self._copy_each(weights), base_version=base_version, version=version
             )
             sent = dict(changes.dense)
-            for name, part in changes.sparse.items():
-                sent[name + _INDICES] = part.indices
-                sent[name + _VALUES] = part.values
+            for name, (indices, values) in changes.sparse.items():
+                sent[name + _INDICES] = indices
+                sent[name + _VALUES] = values
             tensors = WeightReferences.put(sent.items())
         self._version = version
         tensors.digests = digests_of(weights)

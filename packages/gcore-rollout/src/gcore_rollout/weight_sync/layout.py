@@ -52,11 +52,15 @@ def align(end_bytes: int) -> int:
 
 
 class Packing:
-    """The places of tensors that follow each other in a flat uint8 buffer; `unpack` finds them again."""
+    """The places of tensors that follow each other in a flat uint8 buffer; `unpack` finds them again.
 
-    def __init__(self) -> None:
+    ``whole`` is a buffer of a fixed size; without one, `place` alone works, or a subclass has `buffer`.
+    """
+
+    def __init__(self, whole: torch.Tensor | None = None) -> None:
         self.layout: dict[str, TensorSpec] = {}
         self.size_bytes = 0
+        self._whole = whole
 
     def place(self, name: str, tensor: torch.Tensor) -> int:
         """Return the place of the next tensor, which may be on the meta device."""
@@ -64,6 +68,21 @@ class Packing:
         self.size_bytes = start + tensor.nbytes
         self.layout[name] = TensorSpec.of(tensor)
         return start
+
+    def buffer(self, size_bytes: int = 0) -> torch.Tensor:
+        """Return the buffer, which has at least so many bytes."""
+        assert self._whole is not None
+        assert size_bytes <= self._whole.numel()
+        return self._whole
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the next tensor to its place."""
+        start = self.place(name, tensor)
+        self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether a buffer of a fixed size has space for one more tensor."""
+        return align(self.size_bytes) + tensor.nbytes <= self.buffer().numel()
 
 
 def unpack(buffer: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError, require
-from gcore_rollout.weight_sync.digests import digests_of
-from gcore_rollout.weight_sync.layout import Layout, Packing, align, unpack
+from gcore_rollout.weight_sync.digests import DigestedWeights, digests_of
+from gcore_rollout.weight_sync.layout import Layout, Packing, unpack
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name
 
@@ -41,7 +41,7 @@ class _Memory(Packing):
     def path(self) -> Path:
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
+    def buffer(self, size_bytes: int = 0) -> torch.Tensor:
         """Return the memory, with at least so many bytes; what it has is kept."""
         if not self._mapping.numel() or size_bytes > self._mapping.numel():
             # Twice as much as before: unwritten pages take no memory, and mapping again takes time.
@@ -49,10 +49,6 @@ class _Memory(Packing):
             os.ftruncate(self.fd, capacity_bytes)
             self._mapping = torch.frombuffer(mmap.mmap(self.fd, capacity_bytes), dtype=torch.uint8)
         return self._mapping
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = self.place(name, tensor)
-        self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
 
 
 class SharedWeights:
@@ -119,7 +115,7 @@ class SharedWeights:
         self.num_writes += 1
         memory.layout = {}
         memory.size_bytes = 0
-        memory.buffer(0)
+        memory.buffer()
         write_to = getattr(weights, "write_to", None)
         if write_to is not None:
             memory.layout, memory.size_bytes = write_to(memory.path)
@@ -132,7 +128,7 @@ class SharedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         memory = self._require_memory()
-        return unpack(memory.buffer(0), memory.layout)
+        return unpack(memory.buffer(), memory.layout)
 
     @contextmanager
     def reading(self) -> Generator[None]:
@@ -195,21 +191,6 @@ class SharedWeightsReader:
         return unpack(mapping, layout)
 
 
-class Bucket(Packing):
-    """Tensors in one buffer of a fixed size."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        super().__init__()
-        self.whole = buffer
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = self.place(name, tensor)
-        self.layout[name].view(self.whole, start).copy_(tensor.detach())
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        return align(self.size_bytes) + tensor.nbytes <= self.whole.numel()
-
-
 class SharedCudaWeights:
     """A copy of one model's weights on their CUDA device, for processes that compute on the same GPU.
 
@@ -241,12 +222,12 @@ class SharedCudaWeights:
     ) -> None:
         require("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1", ValueError)
         self._pools: dict[torch.device, Any] = {}
-        self._buckets: list[Bucket] = []
+        self._buckets: list[Packing] = []
         for name, tensor in weights:
             self._check(name, tensor)
             bucket = self._buckets[-1] if self._buckets else None
-            if bucket is None or bucket.whole.device != tensor.device or not bucket.fits(tensor):
-                bucket = Bucket(self._allocate(max(bucket_bytes, tensor.nbytes), tensor.device))
+            if bucket is None or bucket.buffer().device != tensor.device or not bucket.fits(tensor):
+                bucket = Packing(self._allocate(max(bucket_bytes, tensor.nbytes), tensor.device))
                 self._buckets.append(bucket)
             bucket.add(name, tensor.detach())
         for device in self._pools:
@@ -269,7 +250,7 @@ class SharedCudaWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self._buckets:
-            yield from unpack(bucket.whole, bucket.layout)
+            yield from unpack(bucket.buffer(), bucket.layout)
 
     def reading(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are never overwritten."""
@@ -278,7 +259,7 @@ class SharedCudaWeights:
     def handles(self) -> bytes:
         """Return the handles that one receiver opens once; each receiver must trust this process."""
         return pickle.dumps(
-            [(*self._share(bucket.whole), bucket.layout) for bucket in self._buckets]
+            [(*self._share(bucket.buffer()), bucket.layout) for bucket in self._buckets]
         )
 
     def close(self) -> None:
@@ -350,31 +331,6 @@ def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
     return opened
 
 
-class FirstSeen:
-    """Weights of which the first tensor has been made, to see where they are; to be iterated over once."""
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._weights = weights
-        self.gpu: str | None = None
-        """The UUID of the first tensor's GPU; None: it is on none."""
-        write_to = getattr(weights, "write_to", None)
-        if write_to is not None:
-            # They are in the host's memory once they are written.
-            self.write_to = write_to
-            return
-        self._rest = iter(weights)
-        self._first = list(islice(self._rest, 1))
-        if self._first:
-            self.gpu = gpu_of(self._first[0][1].device)
-
-    @property
-    def digests(self) -> Digests:
-        return digests_of(self._weights)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return chain(self._first, self._rest)
-
-
 def share_a_gpu(weights_gpu: str | None, engine_gpu: str | None) -> bool:
     """Return whether weights go by CUDA IPC; otherwise they go through shared memory."""
     return weights_gpu is not None and weights_gpu == engine_gpu
@@ -390,10 +346,17 @@ def copy_weights(
     Args:
         engine_gpus: UUID of the GPU of each engine's weights; None: they are on none.
     """
-    first_seen = FirstSeen(weights)
-    if any(share_a_gpu(first_seen.gpu, gpu) for gpu in engine_gpus):
-        return SharedCudaWeights(first_seen)
-    in_host.write(first_seen)
+    weights_gpu: str | None = None
+    # Those that other processes write are in the host's memory once they are written.
+    if not hasattr(weights, "write_to"):
+        rest = iter(weights)
+        first = list(islice(rest, 1))
+        for _, tensor in first:
+            weights_gpu = gpu_of(tensor.device)
+        weights = DigestedWeights(chain(first, rest), digests=digests_of(weights))
+    if any(share_a_gpu(weights_gpu, gpu) for gpu in engine_gpus):
+        return SharedCudaWeights(weights)
+    in_host.write(weights)
     return in_host
 
 

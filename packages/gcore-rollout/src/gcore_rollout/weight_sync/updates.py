@@ -115,14 +115,9 @@ def merge_adapters(
             yield name, tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SparseValues:
-    """Some elements of a tensor."""
-
-    indices: torch.Tensor
-    """Ascending positions in the flattened tensor, shape [N]; int32, or int64 beyond 2**31 - 1 elements."""
-    values: torch.Tensor
-    """New values, shape [N]."""
+SparseValues = tuple[torch.Tensor, torch.Tensor]
+"""Some elements of a tensor: ascending positions in the flattened tensor [N], and the new values [N]. Positions are
+int32, or int64 beyond 2**31 - 1 elements."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +136,7 @@ class WeightDelta:
     @property
     def size_bytes(self) -> int:
         """Size of all tensors to be sent."""
-        sparse = sum(part.indices.nbytes + part.values.nbytes for part in self.sparse.values())
+        sparse = sum(indices.nbytes + values.nbytes for indices, values in self.sparse.values())
         return sparse + sum(tensor.nbytes for tensor in self.dense.values())
 
 
@@ -169,7 +164,7 @@ def make_delta(
         layout[name] = TensorSpec.of(tensor)
         check_layout({name: layout[name]}, {name: base_layout[name]} if name in base_layout else {})
         change = _find_change(base[name], tensor.detach().to("cpu").contiguous())
-        if isinstance(change, SparseValues):
+        if isinstance(change, tuple):
             sparse[name] = change
         elif change is not None:
             dense[name] = change
@@ -199,11 +194,11 @@ def apply_delta(
         if not weights[name].is_contiguous():
             raise ValueError(f"weight {name!r} is not contiguous: it cannot be changed in place")
     sparse: dict[str, SparseValues] = {}
-    for name, part in delta.sparse.items():
+    for name, (indices, values) in delta.sparse.items():
         flat = bits(weights[name])
-        old = flat[part.indices].view(part.values.dtype)
-        sparse[name] = SparseValues(indices=part.indices, values=old)
-        flat[part.indices] = bits(part.values)
+        old = flat[indices].view(values.dtype)
+        sparse[name] = (indices, old)
+        flat[indices] = bits(values)
     dense = {name: weights[name] for name in delta.dense}
     weights.update({name: host_copy(tensor) for name, tensor in delta.dense.items()})
     return replace(
@@ -242,7 +237,7 @@ def _find_change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.T
     if count * (index_dtype.itemsize + new.dtype.itemsize) >= new.nbytes:
         return host_copy(new)
     indices = torch.from_numpy(np.flatnonzero(changed))
-    return SparseValues(indices=indices.to(index_dtype), values=new_bits[indices].view(new.dtype))
+    return indices.to(index_dtype), new_bits[indices].view(new.dtype)
 
 
 def _check_whole(delta: WeightDelta) -> None:
@@ -251,10 +246,8 @@ def _check_whole(delta: WeightDelta) -> None:
         if name not in delta.layout:
             raise ValueError(f"the delta changes {name!r}, which its layout does not have")
     check_layout(layout_of(delta.dense), {name: delta.layout[name] for name in delta.dense})
-    for name, part in delta.sparse.items():
+    for name, (indices, values) in delta.sparse.items():
         spec = delta.layout[name]
-        indices = part.indices
-        values = part.values
         if indices.dim() != 1 or indices.shape != values.shape or values.dtype != spec.dtype:
             raise ValueError(
                 f"the delta of {name!r} has indices {list(indices.shape)} and values {TensorSpec.of(values)}; "

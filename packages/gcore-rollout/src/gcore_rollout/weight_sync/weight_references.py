@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -24,28 +23,8 @@ except ImportError as error:
     raise make_extra_error("ray", "ray") from error
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """Tensors that are one object of the store: the bytes of each, as an array."""
-
-    reference: Any
-    layout: Layout
-
-    @classmethod
-    def put(cls, weights: Mapping[str, torch.Tensor]) -> Self:
-        """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
-        arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
-        return cls(ray.put(arrays), layout_of(weights))
-
-    def tensors(self, arrays: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for (name, spec), array in zip(self.layout.items(), arrays, strict=True):
-            with warnings.catch_warnings():
-                # The store's memory is read-only: a write must fail and not change the weights of others.
-                warnings.filterwarnings(
-                    "ignore", "The given NumPy array is not writable", UserWarning
-                )
-                flat = torch.from_numpy(array)
-            yield name, spec.view(flat)
+_Bucket = tuple[Any, Layout]
+"""A reference to an object of the store, which has the bytes of each of some tensors as an array, and their layout."""
 
 
 class WeightReferences:
@@ -89,7 +68,7 @@ class WeightReferences:
         )
         here = ((name, tensor.detach()) for name, tensor in weights if not tensor.is_meta)
         # In a loop, its variable would hold a bucket while the next one is filled.
-        buckets = list(map(_Bucket.put, group_into_buckets(here, bucket_size_bytes)))
+        buckets = list(map(_put_bucket, group_into_buckets(here, bucket_size_bytes)))
         return cls(buckets, digests=digests_of(weights))
 
     @classmethod
@@ -108,17 +87,32 @@ class WeightReferences:
         return self
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in self._buckets:
-            yield from bucket.tensors(ray.get(bucket.reference))
+        for reference, layout in self._buckets:
+            yield from _tensors_of(ray.get(reference), layout)
 
     async def fetch(self) -> list[tuple[str, torch.Tensor]]:
         """Return all weights once they are on this node."""
-        contents = await asyncio.gather(*(bucket.reference for bucket in self._buckets))
+        contents = await asyncio.gather(*(reference for reference, _ in self._buckets))
         tensors: list[tuple[str, torch.Tensor]] = []
-        for bucket, arrays in zip(self._buckets, contents, strict=True):
-            tensors += bucket.tensors(arrays)
+        for (_, layout), arrays in zip(self._buckets, contents, strict=True):
+            tensors += _tensors_of(arrays, layout)
         return tensors
 
     def reading(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are never overwritten."""
         return nullcontext()
+
+
+def _put_bucket(weights: Mapping[str, torch.Tensor]) -> _Bucket:
+    """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
+    arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
+    return ray.put(arrays), layout_of(weights)
+
+
+def _tensors_of(arrays: Sequence[Any], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    for (name, spec), array in zip(layout.items(), arrays, strict=True):
+        with warnings.catch_warnings():
+            # The store's memory is read-only: a write must fail and not change the weights of others.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+            flat = torch.from_numpy(array)
+        yield name, spec.view(flat)

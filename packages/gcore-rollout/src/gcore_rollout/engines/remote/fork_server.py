@@ -238,7 +238,7 @@ class _EngineServer(EngineSession):
 
     def __init__(self, weights: socket.socket) -> None:
         super().__init__(lambda message: self._channel.send(message), self._next_weights)
-        # It carries a descriptor of shared weights ahead of each `UpdateWeights`.
+        # It carries a descriptor of shared weights ahead of each `Engine.update_weights`.
         self._weights = weights
         self._shared_weights: SharedWeightsReader | None = None
 

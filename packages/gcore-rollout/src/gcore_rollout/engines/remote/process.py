@@ -23,7 +23,6 @@ from gcore_rollout.engines.remote.session import (
     EngineCall,
     RemoteCall,
     Setup,
-    UpdateWeights,
 )
 from gcore_rollout.errors import EngineStartError, RolloutError
 from gcore_rollout.weight_sync.shared_weights import (
@@ -172,7 +171,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         if isinstance(shared, SharedCudaWeights):
             await self._update_on_gpu(shared, version, frees=shared is not weights)
             return
-        message = UpdateWeights(shared.layout, version)
+        message = RemoteCall(Engine.update_weights, (shared.layout,), {"version": version})
         in_use = new_future()
         shared.read_until(in_use)
         with suppress(ConnectionError):  # it has just died: the reply will say so
@@ -183,7 +182,8 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     async def _update_on_gpu(self, shared: SharedCudaWeights, version: int, *, frees: bool) -> None:
         """Send the handles of weights, which are freed afterwards if ``frees``."""
-        self._last_update = reply = self._reply_to(UpdateWeights(shared.handles(), version))
+        message = RemoteCall(Engine.update_weights, (shared.handles(),), {"version": version})
+        self._last_update = reply = self._reply_to(message)
         if frees:
             reply.add_done_callback(lambda _: shared.close())
         await asyncio.shield(reply)

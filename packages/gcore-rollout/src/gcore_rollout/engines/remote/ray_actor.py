@@ -20,9 +20,9 @@ from gcore_rollout.engines.remote.session import (
     EngineCall,
     EngineSession,
     FromEngine,
-    UpdateWeights,
     make_engine,
     make_failure,
+    updates_weights,
 )
 from gcore_rollout.errors import EngineDiedError
 
@@ -71,10 +71,12 @@ class _ClientSession(EngineSession):
         self._on_death(error)
 
     def take(self, call_id: int, message: EngineCall) -> None:
-        if isinstance(message, UpdateWeights) and hasattr(message.source, "apply_to"):
-            self.start(call_id, message.source.apply_to(self._mirror()))
-        else:
-            super().take(call_id, message)
+        if message is not None and updates_weights(message):
+            [weights] = message.arguments
+            if hasattr(weights, "apply_to"):
+                self.start(call_id, weights.apply_to(self._mirror()))
+                return
+        super().take(call_id, message)
 
     def _put(self, message: FromEngine) -> None:
         self.outgoing.put_nowait(message)

@@ -18,8 +18,8 @@ from gcore_rollout.engines.remote.session import (
     CallFailed,
     EngineCall,
     Setup,
-    UpdateWeights,
     rebuild_exception,
+    updates_weights,
 )
 from gcore_rollout.errors import EngineDiedError, EngineStartError, make_extra_error
 from gcore_rollout.weight_sync.history import WeightHistory
@@ -45,6 +45,8 @@ Factory = Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]]
 class EngineHandle:
     """An actor of a Ray cluster and the factory of its engine; can be passed to other processes of the cluster.
 
+    Made by `start`.
+
     Example:
         >>> from functools import partial
         >>> judge = partial(HFEngine.from_pretrained, "model")
@@ -60,6 +62,25 @@ class EngineHandle:
     """Makes the engine there; pickled by value."""
     factories: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Make the engines of each role that the actor can have; none: it is not to be lent."""
+
+    @classmethod
+    def start(cls, factory: Factory, *, num_threads: int | None = None, **options: Any) -> Self:
+        """Start an actor for an engine, which is made by the first `RayEngine.connect`.
+
+        It ends with the process that calls this, or by `end`. After any other end Ray restarts it, with a new engine of
+        the same factory, for clients that connect again.
+
+        Args:
+            factory: makes the engine there; a function that Ray can pickle, such as
+                ``partial(HFEngine.from_pretrained, path)``.
+            num_threads: of torch on CPU; default: what Ray gives it.
+            options: of `ray.remote`, such as num_cpus (default: 1), num_gpus, resources, name and scheduling_strategy.
+        """
+        check_start_options(num_threads=num_threads)
+        make: Any = ray.remote(EngineActor)
+        fixed = {"max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
+        options = {"num_cpus": 1.0, **options, **fixed}
+        return cls(make.options(**options).remote(num_threads), _pickle_factory(factory))
 
     def lendable(self, role: str, others: Mapping[str, Factory]) -> "EngineHandle":
         """Return a handle of the same actor, whose engine is of this role, that can also be `lent` to others."""
@@ -80,46 +101,23 @@ class EngineHandle:
         """
         return replace(self, factory=_pickle_factory(factory), factories={})
 
+    async def sleep(self) -> None:
+        """Put the engine of the actor to sleep, if there is one; unlike a client, this makes none."""
+        await self.actor.sleep.remote()
 
-def start_engine_actor(
-    factory: Factory, *, num_threads: int | None = None, **options: Any
-) -> EngineHandle:
-    """Start an actor for an engine, which is made by the first `RayEngine.connect`.
-
-    It ends with the process that calls this, or by `end_engine_actor`. After any other end Ray restarts it, with a new
-    engine of the same factory, for clients that connect again.
-
-    Args:
-        factory: makes the engine there; a function that Ray can pickle, such as ``partial(HFEngine.from_pretrained,
-            path)``.
-        num_threads: of torch on CPU; default: what Ray gives it.
-        options: of `ray.remote`, such as num_cpus (default: 1), num_gpus, resources, name and scheduling_strategy.
-    """
-    check_start_options(num_threads=num_threads)
-    make: Any = ray.remote(EngineActor)
-    options = {"num_cpus": 1.0, **options, "max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
-    return EngineHandle(make.options(**options).remote(num_threads), _pickle_factory(factory))
-
-
-async def sleep_engine_actor(handle: EngineHandle) -> None:
-    """Put the engine of an actor to sleep, if there is one; unlike a client, this makes none."""
-    await handle.actor.sleep.remote()
-
-
-async def end_engine_actor(handle: EngineHandle) -> None:
-    """Close an actor's engine and end the actor for good, even while it generates. Idempotent."""
-    actor = handle.actor
-    try:
+    async def end(self) -> None:
+        """Close the actor's engine and end the actor for good, even while it generates. Idempotent."""
+        try:
+            with suppress(TimeoutError, RayActorError):
+                await asyncio.wait_for(self.actor.close.remote(), END_TIMEOUT_S)
+        finally:
+            ray.kill(self.actor)
+        # Until it is dead, it answers.
         with suppress(TimeoutError, RayActorError):
-            await asyncio.wait_for(actor.close.remote(), END_TIMEOUT_S)
-    finally:
-        ray.kill(actor)
-    # Until it is dead, it answers.
-    with suppress(TimeoutError, RayActorError):
-        async with asyncio.timeout(END_TIMEOUT_S):
-            while True:
-                await actor.incarnation.remote()
-                await asyncio.sleep(_END_POLL_S)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                while True:
+                    await self.actor.incarnation.remote()
+                    await asyncio.sleep(_END_POLL_S)
 
 
 class RayEngine(RemoteEngine[RequestT, SampleT]):
@@ -138,11 +136,11 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     Example:
         >>> from functools import partial
         >>> async def count_tokens(path: str, request: Request) -> int:
-        ...     handle = start_engine_actor(partial(HFEngine.from_pretrained, path), num_cpus=2)
+        ...     handle = EngineHandle.start(partial(HFEngine.from_pretrained, path), num_cpus=2)
         ...     engine = await RayEngine.connect(handle)
         ...     num_tokens = sum([completion.work async for completion in engine.generate([request])])
         ...     await engine.close()
-        ...     await end_engine_actor(handle)
+        ...     await handle.end()
         ...     return num_tokens
     """
 
@@ -178,7 +176,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         """Wait until an actor's engine is made, and return a client of it.
 
         Args:
-            handle: from `start_engine_actor`.
+            handle: from `EngineHandle.start`.
             heartbeat_timeout_s: how long the actor may be silent; it waits five times as long for this client.
 
         Raises:
@@ -229,10 +227,10 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         self._check_open()
         if not isinstance(weights, WeightReferences | WeightHistory):
             weights = WeightReferences.put(weights)
-        await self._ask(UpdateWeights(weights, version))
+        await self._call(Engine.update_weights, weights, version=version)
 
     async def close(self) -> None:
-        """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
+        """Abandon what this client generates. Idempotent; the actor and its engine stay: see `EngineHandle.end`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -246,7 +244,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     def _send(self, call_id: int, message: Setup | EngineCall) -> None:
         call: Any = call_id, message
         # Ray itself must see references to weights.
-        if not isinstance(message, UpdateWeights):
+        if not updates_weights(message):
             call = pickle.dumps(call, protocol=5)
         reply = self._actor.take.remote(
             self._incarnation.token, self._client, next(self._numbers), call

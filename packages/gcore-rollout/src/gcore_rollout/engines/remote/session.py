@@ -73,17 +73,11 @@ class Setup:
 @dataclass(frozen=True)
 class RemoteCall:
     method: Callable[..., Any]
-    """A method of `Engine`, or `report_weights`. The samples of `Engine.generate` come before the answer."""
+    """A method of `Engine`, or `report_weights`. The samples of `Engine.generate` come before the answer. The weights
+    of `Engine.update_weights` are the `SharedWeights.layout` of memory that was sent over the socket for descriptors,
+    or the handles of a `SharedCudaWeights`; in Ray the references."""
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True)
-class UpdateWeights:
-    source: Any
-    """The `SharedWeights.layout` of memory that was sent over the socket for descriptors, or the handles of a
-    `SharedCudaWeights`; in Ray the references."""
-    version: int
 
 
 @dataclass(frozen=True)
@@ -106,11 +100,16 @@ class CallFailed:
     traceback: str
 
 
-EngineCall = RemoteCall | UpdateWeights | None
+EngineCall = RemoteCall | None
 """None: the rest of an `Engine.generate` is not wanted any more; there is no answer."""
 Finished = list[tuple[int, AnySample]]
 """Samples that finish together, each with the id of its call: one message, in which what they share is sent once."""
 FromEngine = Finished | Done | CallFailed
+
+
+def updates_weights(message: object) -> bool:
+    """Return whether a message is a call of `Engine.update_weights`."""
+    return isinstance(message, RemoteCall) and message.method is Engine.update_weights
 
 
 def make_failure(call_id: int, error: Exception) -> CallFailed:
@@ -152,7 +151,7 @@ async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
 class EngineSession:
     """Answers the messages of one client, each in a task of its own.
 
-    ``read`` is called in the order of messages with the ``source`` of each update, and its result awaited in the task.
+    ``read`` is called in the order of messages with the weights of each update, and its result awaited in the task.
     """
 
     def __init__(
@@ -171,8 +170,8 @@ class EngineSession:
     def take(self, call_id: int, message: EngineCall) -> None:
         self._is_called.set()
         match message:
-            case UpdateWeights(source, version):
-                self.start(call_id, self._update(self._read(source), version))
+            case RemoteCall(method, (source,), options) if method is Engine.update_weights:
+                self.start(call_id, self._update(self._read(source), options["version"]))
             case RemoteCall(method, arguments) if method is Engine.generate:
                 self.start(call_id, self._generate(call_id, *arguments))
             case RemoteCall():

@@ -1,10 +1,9 @@
 """Graders of short answers: a number (GSM8K), an integer (AIME), or the letter of a choice (MMLU, GPQA)."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from gcore_rollout.errors import RewardError
 from gcore_rollout.rewards.reward import Scored, gold_answer
@@ -148,66 +147,68 @@ def _is_word(letter: str, after: str) -> bool:
     return letter in "AI" and following is not None and following[1] not in _AFTER_A_LETTER
 
 
-class _NumberReward(ABC):
-    """1 if the number of a completion equals that of the row's column ``answer_key``, else 0."""
+class NumberReward:
+    """1 if the number of a completion equals that of the row's column ``answer_key``, else 0.
 
-    kind: ClassVar[str]
-    expected: ClassVar[str]
+    ``name`` is that of the reward, for errors, and ``expected`` what a row's answer has to be. ``find`` returns the
+    number that a text gives as its answer.
+    """
 
-    def __init__(self, *, answer_key: str = "answer") -> None:
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[str], Fraction | int | None],
+        *,
+        expected: str,
+        answer_key: str,
+    ) -> None:
+        self.__name__ = name
+        self._find = find
+        self._expected = expected
         self._answer_key = answer_key
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
-        return _compare(self.find(completion), self._gold(row))
+        return _compare(self._find(completion), self._gold(row))
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row has no answer to compare with."""
         self._gold(row)
 
-    @staticmethod
-    @abstractmethod
-    def find(text: str, /) -> Fraction | int | None:
-        """Return the number that a text gives as its answer."""
-
     def _gold(self, row: Mapping[str, Any]) -> Fraction | int:
-        text = gold_answer(row, self._answer_key, f"{self.kind} to compare with")
-        number = self.find(text)
+        text = gold_answer(row, self._answer_key, f"{self.__name__} to compare with")
+        number = self._find(text)
         if number is None:
             raise RewardError(
-                f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {self.expected}"
+                f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {self._expected}"
             )
         return number
 
 
-class GSM8KReward(_NumberReward):
-    """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`.
+def make_gsm8k_reward(*, answer_key: str = "answer") -> NumberReward:
+    """Return a reward of 1 if the completion's final number equals that of the row, else 0; see `final_number`.
 
     Example:
-        >>> reward = GSM8KReward()
+        >>> reward = make_gsm8k_reward()
         >>> reward("", "3 boxes of 6 eggs are 18 eggs.", {"answer": "3 * 6 = 18 #### 18"})
         Scored(score=1.0, parts={}, feedback='', answer='18')
         >>> reward("", "I do not know.", {"answer": "18"}).score
         0.0
     """
+    return NumberReward(
+        "gsm8k", final_number, expected="a text with a number", answer_key=answer_key
+    )
 
-    kind = "gsm8k"
-    expected = "a text with a number"
-    find = staticmethod(final_number)
 
-
-class AIMEReward(_NumberReward):
-    """1 if the completion's final integer equals the row's column ``answer_key``, else 0; see `final_integer`.
+def make_aime_reward(*, answer_key: str = "answer") -> NumberReward:
+    """Return a reward of 1 if the completion's final integer equals that of the row, else 0; see `final_integer`.
 
     Example:
-        >>> reward = AIMEReward(answer_key="solution")
+        >>> reward = make_aime_reward(answer_key="solution")
         >>> reward("", "So the answer is 033.", {"solution": 33})
         Scored(score=1.0, parts={}, feedback='', answer='33')
     """
-
-    kind = "aime"
-    expected = "an integer"
-    find = staticmethod(final_integer)
+    return NumberReward("aime", final_integer, expected="an integer", answer_key=answer_key)
 
 
 class MultipleChoiceReward:

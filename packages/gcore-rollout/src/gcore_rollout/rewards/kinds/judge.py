@@ -30,6 +30,9 @@ _WINNERS: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
 _POINTS: dict[Winner | None, float | None] = {"A": 1.0, "B": 0.0, "tie": 0.5, None: None}
 """Points of the completion shown first."""
 
+_SCORE_PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
+_WINNER_PATTERN = r"winner:\s*\W{0,2}(A|B|tie)\b"
+
 _QUESTION = """Here are a request and an answer to it.
 
 Request:
@@ -161,41 +164,40 @@ def _read_last_match(pattern: str, text: str, *, flags: int = 0) -> str:
     return group or ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScorePattern:
-    """Reads ``Score: 7``: the last match in an answer, scaled from [low, high] to [0, 1].
+def make_score_parser(
+    pattern: str = "", *, low: float = 0.0, high: float = 10.0
+) -> Callable[[str], float | None]:
+    """Return a function that reads ``Score: 7``: the last match in a verdict, scaled from [low, high] to [0, 1].
 
-    A number outside of the range is no score.
+    A number outside of the range is no score. ``pattern`` is a regular expression whose first group is the number;
+    empty: ``Score: 7``. `RewardConfigError` if it has no group, or ``low`` is not below ``high``.
 
     Example:
-        >>> parse = ScorePattern()
+        >>> parse = make_score_parser()
         >>> parse("Nearly right. Score: 7")
         0.7
         >>> parse("Score: 11") is None
         True
-        >>> ScorePattern(pattern=r"(.) of 5", low=1, high=5)("4 of 5")
+        >>> make_score_parser(r"(.) of 5", low=1, high=5)("4 of 5")
         0.75
     """
+    pattern = pattern or _SCORE_PATTERN
+    _check_pattern(pattern, "the number")
+    if not -math.inf < low < high < math.inf:
+        raise RewardConfigError(
+            f"low and high are {low} and {high}; expected finite numbers, low below high"
+        )
 
-    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
-    low: float = 0.0
-    high: float = 10.0
-
-    def __post_init__(self) -> None:
-        _check_pattern(self.pattern, "the number")
-        if not -math.inf < self.low < self.high < math.inf:
-            raise RewardConfigError(
-                f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
-            )
-
-    def __call__(self, text: str) -> float | None:
+    def parse_score(text: str) -> float | None:
         try:
-            number = float(_read_last_match(self.pattern, text))
+            number = float(_read_last_match(pattern, text))
         except ValueError:
             return None
-        if self.low <= number <= self.high:
-            return (number - self.low) / (self.high - self.low)
+        if low <= number <= high:
+            return (number - low) / (high - low)
         return None
+
+    return parse_score
 
 
 @dataclass(kw_only=True, eq=False)
@@ -252,7 +254,7 @@ class Judge(Generic[T]):
 class _ScoreJudge(Judge[float]):
     """The base of judges whose verdicts are scores."""
 
-    parse: Callable[[str], float | None] = ScorePattern()
+    parse: Callable[[str], float | None] = field(default_factory=make_score_parser)
     reduce: Reduce = "mean"
     """How several verdicts become one score."""
 
@@ -385,28 +387,27 @@ class ImageJudgeReward(_ScoreJudge):
         return reduced
 
 
-@dataclass(frozen=True, kw_only=True)
-class WinnerPattern:
-    """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter.
+def make_winner_parser(pattern: str = "") -> Callable[[str], Winner | None]:
+    """Return a function that reads ``Winner: A``, ``B`` or ``tie``: the last match in a verdict.
 
-    A match whose first group is something else is no verdict.
+    Brackets and case do not matter. A match whose first group is something else is no verdict. ``pattern`` is a regular
+    expression whose first group is the winner; empty: ``Winner: A``. `RewardConfigError` if it has no group.
 
     Example:
-        >>> parse = WinnerPattern()
+        >>> parse = make_winner_parser()
         >>> parse("A is longer, but B is right. Winner: **b**")
         'B'
         >>> parse("Both are good.") is None
         True
     """
+    pattern = pattern or _WINNER_PATTERN
+    _check_pattern(pattern, "the winner")
 
-    pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
-
-    def __post_init__(self) -> None:
-        _check_pattern(self.pattern, "the winner")
-
-    def __call__(self, text: str) -> Winner | None:
-        winner = _read_last_match(self.pattern, text, flags=re.IGNORECASE)
+    def parse_winner(text: str) -> Winner | None:
+        winner = _read_last_match(pattern, text, flags=re.IGNORECASE)
         return _WINNERS.get(winner.lower())
+
+    return parse_winner
 
 
 @dataclass(kw_only=True, eq=False)
@@ -436,7 +437,7 @@ class PairwiseJudge(Judge[Winner]):
     question: ClassVar = _PAIR_QUESTION
     needed: ClassVar = ("completion_a", "completion_b")
 
-    parse: Callable[[str], Winner | None] = WinnerPattern()
+    parse: Callable[[str], Winner | None] = field(default_factory=make_winner_parser)
     on_unparsable: Literal["drop", "tie"] = "drop"
     """ "drop" leaves such verdicts out, and the group has no scores if one of its completions has none left; "tie"
     counts them as ties."""
