@@ -14,8 +14,8 @@ from wandb_files import records
 
 from gcore_runs import BaseRunConfig, Display, Supervisor, UserError, merge
 from gcore_runs.run_folder import MetricsWriter, RunFolder, read_jsonl
-from gcore_runs.trackers.background import Background
-from gcore_runs.trackers.base import TrackedRun, Tracker, start_tracker
+from gcore_runs.trackers.background import Background, start_tracker
+from gcore_runs.trackers.base import TrackedRun, Tracker
 
 SAMPLE = {
     "prompt": "1 + 1 =",

@@ -53,7 +53,8 @@ from gcore_runs.run_folder import (
 from gcore_runs.settings.parsing import read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.settings.sections import RLTrainerConfig
-from gcore_runs.trackers.base import TrackedRun, Tracker, check_trackers, start_tracker
+from gcore_runs.trackers.background import check_trackers, start_tracker
+from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_trainer import TrainerError
 
 _REFUSALS = UserError, RolloutError, TrainerError

@@ -1,13 +1,17 @@
-"""Trackers that run next to the training, which neither waits for them nor ends with them."""
+"""The trackers that a run can name, each next to the training, which neither waits for them nor ends with them."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from queue import SimpleQueue
 from threading import Thread
+from typing import NamedTuple
 
+from gcore_runs.errors import UserError
 from gcore_runs.logs import one_line
-from gcore_runs.trackers.base import Images, Rows, Tracker
+from gcore_runs.trackers.base import Images, Rows, TrackedRun, Tracker
 
 _CLOSE_S = 600.0
 """Seconds that the end of a run waits for what its tracker has not taken yet."""
@@ -71,3 +75,66 @@ class Background(Tracker):
         else:
             # Where it was started: some libraries restore the handlers of signals.
             self._try(partial(self._tracker.__exit__, *error))
+
+
+class _Adapter(NamedTuple):
+    library: str
+    """Module that has to be there; the extra that installs it has the tracker's name."""
+    module: str
+    """Module of this folder."""
+    class_name: str
+    """Class in it, made from a `TrackedRun`."""
+    needs: str
+    """Advice for a start that fails."""
+
+
+_ADAPTERS = {
+    "wandb": _Adapter(
+        "wandb",
+        "weights_and_biases",
+        "WandB",
+        "a login (wandb login, or WANDB_API_KEY), or WANDB_MODE=offline",
+    ),
+    "trackio": _Adapter(
+        "trackio", "trackio_runs", "Trackio", "a folder TRACKIO_DIR that can be written"
+    ),
+    "mlflow": _Adapter(
+        "mlflow",
+        "mlflow_runs",
+        "MLflow",
+        "MLFLOW_TRACKING_URI of a server, or the package mlflow for a database",
+    ),
+    "swanlab": _Adapter(
+        "swanlab",
+        "swanlab_runs",
+        "SwanLab",
+        "a login (swanlab login, or SWANLAB_API_KEY), or SWANLAB_MODE=offline",
+    ),
+}
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise `UserError` if a tracker's library is not installed."""
+    for name in names:
+        if find_spec(_ADAPTERS[name].library) is None:
+            raise UserError(
+                f"trainer.trackers has {name!r}; expected its library to be installed: pip install 'gcore-runs[{name}]'"
+            )
+
+
+def start_tracker(name: str, run: TrackedRun, say: Callable[[str], None]) -> Tracker:
+    """Return the tracker of this name, with the run started or continued; `UserError` if it does not start.
+
+    Its later errors are shown by ``say``, once, and end nothing.
+    """
+    adapter = _ADAPTERS[name]
+    try:
+        tracker: Tracker = getattr(
+            import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name
+        )(run)
+    except Exception as error:
+        raise UserError(
+            f"trainer.trackers has {name!r}, which does not start: {one_line(error) or type(error).__name__}; "
+            f"expected {adapter.needs}"
+        ) from error
+    return Background(tracker, name=name, say=say)

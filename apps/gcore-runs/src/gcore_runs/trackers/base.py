@@ -5,21 +5,16 @@ import io
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from html import escape
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from gcore_runs.errors import UserError
-from gcore_runs.logs import one_line
 
 Images = Mapping[str, NDArray[np.uint8]]
 """Images [H, W, 3], by name."""
@@ -139,68 +134,3 @@ def logged_output() -> Generator[None]:
     finally:
         for line in filter(None, map(str.strip, printed.getvalue().splitlines())):
             _logger.info("%s", line)
-
-
-class _Adapter(NamedTuple):
-    library: str
-    """Module that has to be there; the extra that installs it has the tracker's name."""
-    module: str
-    """Module of this folder."""
-    class_name: str
-    """Class in it, made from a `TrackedRun`."""
-    needs: str
-    """Advice for a start that fails."""
-
-
-_ADAPTERS = {
-    "wandb": _Adapter(
-        "wandb",
-        "weights_and_biases",
-        "WandB",
-        "a login (wandb login, or WANDB_API_KEY), or WANDB_MODE=offline",
-    ),
-    "trackio": _Adapter(
-        "trackio", "trackio_runs", "Trackio", "a folder TRACKIO_DIR that can be written"
-    ),
-    "mlflow": _Adapter(
-        "mlflow",
-        "mlflow_runs",
-        "MLflow",
-        "MLFLOW_TRACKING_URI of a server, or the package mlflow for a database",
-    ),
-    "swanlab": _Adapter(
-        "swanlab",
-        "swanlab_runs",
-        "SwanLab",
-        "a login (swanlab login, or SWANLAB_API_KEY), or SWANLAB_MODE=offline",
-    ),
-}
-
-
-def check_trackers(names: Iterable[str]) -> None:
-    """Raise `UserError` if a tracker's library is not installed."""
-    for name in names:
-        if find_spec(_ADAPTERS[name].library) is None:
-            raise UserError(
-                f"trainer.trackers has {name!r}; expected its library to be installed: pip install 'gcore-runs[{name}]'"
-            )
-
-
-def start_tracker(name: str, run: TrackedRun, say: Callable[[str], None]) -> Tracker:
-    """Return the tracker of this name, with the run started or continued; `UserError` if it does not start.
-
-    Its later errors are shown by ``say``, once, and end nothing.
-    """
-    adapter = _ADAPTERS[name]
-    try:
-        tracker: Tracker = getattr(
-            import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name
-        )(run)
-    except Exception as error:
-        raise UserError(
-            f"trainer.trackers has {name!r}, which does not start: {one_line(error) or type(error).__name__}; "
-            f"expected {adapter.needs}"
-        ) from error
-    from gcore_runs.trackers.background import Background
-
-    return Background(tracker, name=name, say=say)
