@@ -110,8 +110,9 @@ CHECKED_ELSEWHERE = {
 
 SHORTENED = {
     # Enough of a warm-up for some responses to be right: a run that learns nothing ends with exit code 3.
-    "gcore-llm train": "--warmup.max-steps 75 --trainer.total-training-steps 1 --data.train-batch-size 4 "
-    "--rollout.n 8 --task.num-train 512 --task.num-val 16",
+    "gcore-llm train": "--warmup.max-steps 50 --warmup.batch-size 64 --task.params.max-terms 2 --task.num-train 512 "
+    "--task.num-val 16 --data.train-batch-size 4 --data.max-response-length 8 --rollout.n 8 "
+    "--trainer.total-training-steps 1",
     "gcore-diffusion train": "--demo.num-steps 4 --demo.cache-dir cache --rollout.n 4 --data.train-batch-size 2 "
     "--trainer.total-training-steps 1",
     **{
@@ -124,6 +125,9 @@ SHORTENED = {
     },
 }
 """Commands that take minutes, and the options that make them short here, so that those after them find their run."""
+
+FEWER_STEPS = {"30": "3", "32": "5"}
+"""Steps of a run of a page, and of the command that continues it; and how many they make here."""
 
 CHECKED_CLOSELY = {
     "gcore-llm train": f"{LLM}/test_train.py::test_embedded_run_folder",
@@ -278,23 +282,38 @@ def servers(server: Server, diffusion_server: Server) -> dict[str, Server]:
     return {"gcore-llm": server, "gcore-diffusion": diffusion_server}
 
 
+@pytest.fixture(scope="module")
+def python_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What torchrun starts as its ranks' Python, with -u: a fork takes the place of each."""
+    script = tmp_path_factory.mktemp("ranks") / "python"
+    script.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {" ".join(FORK)} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "group", [g for g in GROUPS if any(map(is_run_here, in_order(g)))], ids=first_path
 )
-def test_shell_commands_run(group: list[Path], tmp_path: Path, servers: dict[str, Server]) -> None:
+def test_shell_commands_run(
+    group: list[Path], tmp_path: Path, servers: dict[str, Server], python_of_ranks: Path
+) -> None:
     """All that are not checked elsewhere, in the documents' order and in one empty folder."""
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON_EXEC": str(python_of_ranks),
     }
     for command in filter(is_run_here, in_order(group)):
         text = command.text.removeprefix("uv run ")
         text = f"{text} {SHORTENED.get(text, '')}".strip()
+        for steps, fewer in FEWER_STEPS.items():
+            text = re.sub(rf"(--trainer\.total-training-steps) {steps}\b", rf"\1 {fewer}", text)
         app = text.partition(" ")[0]
         if app in servers and not SHELL_SYNTAX.search(text):
             finished = Cli(servers[app], tmp_path)(*shlex.split(text)[1:])
             assert finished.code == 0, (command, finished)
             continue
+        text = re.sub("^python ", f"python {' '.join(FORK)} ", text)
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=tmp_path,
@@ -319,6 +338,13 @@ def test_what_is_checked_elsewhere_is_checked_there(pattern: str) -> None:
             (ROOT / file).read_text(),
             flags=re.MULTILINE,
         )
+
+
+@pytest.mark.parametrize("steps", FEWER_STEPS)
+def test_runs_with_fewer_steps_are_there(steps: str) -> None:
+    """Their metrics are looked at in `tests/apps/gcore_llm/test_own_data.py`."""
+    option = f"--trainer.total-training-steps {steps}"
+    assert any(option in command.text for document in DOCUMENTS for command in commands(document))
 
 
 @pytest.mark.parametrize("command", SHORTENED)

@@ -80,7 +80,7 @@ def test_with_reference_critic_and_judge(cli: Cli, own_args: list[str], tiny: Pa
 
 
 @pytest.mark.slow
-def test_by_turns_with_vllm(cli: Cli, own_args: list[str]) -> None:
+def test_by_turns_with_vllm(vllm_cli: Cli, own_args: list[str]) -> None:
     """Its keys and values are freed at each turn, so that no prefix may be looked for there."""
     args = [
         *option_set(own_args, "--trainer.total-training-steps", "3"),
@@ -88,7 +88,7 @@ def test_by_turns_with_vllm(cli: Cli, own_args: list[str]) -> None:
         "vllm",
     ]
     # vLLM says one thing and another on stderr as it starts.
-    assert_same(cli, [*args, "--trainer.test-freq", "2"], says_nothing=False)
+    assert_same(vllm_cli, [*args, "--trainer.test-freq", "2"], says_nothing=False)
 
 
 @pytest.mark.slow

@@ -148,9 +148,9 @@ def test_two_ranks_learn_from_text_with_marks_and_paths(cli: Cli, job: list[str]
 
 
 @pytest.mark.slow
-def test_vllm_sees_what_the_trainer_sees(cli: Cli, job: list[str]) -> None:
-    assert cli(*fresh(job), "--rollout.engine", "vllm").code == 0
-    rows = step_rows(cli.cwd / "runs" / "run")
+def test_vllm_sees_what_the_trainer_sees(vllm_cli: Cli, job: list[str]) -> None:
+    assert vllm_cli(*fresh(job), "--rollout.engine", "vllm").code == 0
+    rows = step_rows(vllm_cli.cwd / "runs" / "run")
     assert len(rows) == 2
     assert all(row["training/rollout_probs_diff_mean"] < 1e-4 for row in rows)
 

@@ -205,10 +205,10 @@ def test_a_custom_engine(cli: Cli, own_args: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
+def test_speculation_in_a_process(vllm_cli: Cli, own_args: list[str]) -> None:
     """vLLM, with guesses from the text itself: greedy responses stay, and log-probs are the trainer's."""
     args = option_set(own_args, "--data.max-response-length", "32")
-    cli.ok(*args, "--name", "plain", "--trainer.total-training-steps", "1")
+    vllm_cli.ok(*args, "--name", "plain", "--trainer.total-training-steps", "1")
     options = ["--rollout.engine", "vllm", "--rollout.num-processes", "1"]
     guesses = '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}'
     options += [
@@ -229,12 +229,13 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
         "block_size=32",
         "max_num_batched_tokens=512",
     ]
-    assert cli(*args, *options, "--name", "guessed").code == 0
-    rows = step_rows(cli.cwd / "runs/guessed")
+    assert vllm_cli(*args, *options, "--name", "guessed").code == 0
+    rows = step_rows(vllm_cli.cwd / "runs/guessed")
     assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
     assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
     plain, guessed = (
-        read_rows(cli.cwd / f"runs/{name}/samples/before.jsonl") for name in ("plain", "guessed")
+        read_rows(vllm_cli.cwd / f"runs/{name}/samples/before.jsonl")
+        for name in ("plain", "guessed")
     )
     assert [row["completion"] for row in guessed] == [row["completion"] for row in plain]
 

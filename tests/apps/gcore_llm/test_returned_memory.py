@@ -111,12 +111,12 @@ def watching(command: Command) -> Generator[Watched]:
 
 @pytest.mark.slow
 def test_memory_of_what_sleeps_is_returned(
-    cli: Cli, own_args: list[str], wide: tuple[Path, int]
+    vllm_cli: Cli, own_args: list[str], wide: tuple[Path, int]
 ) -> None:
     """An hf policy and a vLLM judge, on whose devices two ranks train; in the second step."""
     model, weights_bytes = wide
-    (cli.cwd / "noting.py").write_text(LOSS)
-    (cli.cwd / "question.txt").write_text("> {completion}")
+    (vllm_cli.cwd / "noting.py").write_text(LOSS)
+    (vllm_cli.cwd / "question.txt").write_text("> {completion}")
     args = option_set(
         option_set(own_args, "--model", str(model)), "--trainer.total-training-steps", "2"
     )
@@ -129,7 +129,7 @@ def test_memory_of_what_sleeps_is_returned(
         "unparsable-score": "0",
         "pattern": r"(\d)",
     }
-    command = cli.start(
+    command = vllm_cli.start(
         *args,
         *("--reward-model.kind", "judge", "--reward-model.path", str(model)),
         *(
@@ -141,7 +141,7 @@ def test_memory_of_what_sleeps_is_returned(
             "--algorithm.filter-groups",
             "False",
             "--actor.loss.loss-mode",
-            f"{cli.cwd / 'noting.py'}:loss",
+            f"{vllm_cli.cwd / 'noting.py'}:loss",
         ),
         *("--runtime", "ray", "--rollout.num-processes", "1", "--trainer.num-processes", "2"),
         *(
@@ -156,7 +156,7 @@ def test_memory_of_what_sleeps_is_returned(
     with watching(command) as watched:
         finished = command.wait()
     assert finished.code == 0, finished
-    times = sorted(float(line) for line in (cli.cwd / "trained").read_text().split())
+    times = sorted(float(line) for line in (vllm_cli.cwd / "trained").read_text().split())
     assert len(times) == 2 * 2
     # Each step has a micro-batch on each of the two ranks.
     training = [(times[i], times[i + 1] + 0.5) for i in (0, 2)]

@@ -564,10 +564,10 @@ def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: l
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs gcore-rollout[vllm]")
-def test_vllm_engine(cli: Cli, own_args: list[str]) -> None:
-    finished = cli(*own_args, "--rollout.engine", "vllm")
+def test_vllm_engine(vllm_cli: Cli, own_args: list[str]) -> None:
+    finished = vllm_cli(*own_args, "--rollout.engine", "vllm")
     assert finished.code == 0, finished
-    rows = step_rows(cli.cwd / "runs/default")
+    rows = step_rows(vllm_cli.cwd / "runs/default")
     assert len(rows) == 2
     # Two engines, one policy: the trainer finds vLLM's log-probs to be its own, after an update too.
     assert all(row["training/rollout_probs_diff_mean"] < 1e-4 for row in rows)
