@@ -369,8 +369,7 @@ def test_parts_of_two_attempts_are_no_step() -> None:
         {"7": part("first", "2026-01-01", ["a", "b"], [])},
         {"7": part("second", "2026-01-02", ["a", "b"], [])},
     ]
-    assert whole_steps(both)[7].index == "second"
-    assert whole_steps(both)[7].files == {"a": (1, [1]), "b": (1, [1])}
+    assert whole_steps(both)[7] == ("second", {"a": (1, [1]), "b": (1, [1])})
 
 
 @pytest.mark.parametrize("file", ["data-00000.safetensors", "index.json"])

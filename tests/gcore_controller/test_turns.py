@@ -113,6 +113,7 @@ def take_turns(
     *engines: SleepingSynthesizer,
     devices: DeviceTimers | None = None,
     ranks: Sequence[int] = (),
+    lending: Lending | None = None,
 ) -> DeviceTurns:
     policy, *others = engines
     return DeviceTurns(
@@ -122,6 +123,7 @@ def take_turns(
         wake_models=trainer.wake,
         devices=devices or DeviceTimers(),
         ranks=ranks,
+        lending=lending,
     )
 
 
@@ -296,7 +298,8 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
     """Engines wake for an update of their weights; without it they sleep through the step, in which nothing swaps."""
     device, rule, devices = SharedDevice(), Alternating(), DeviceTimers()
     engine = SleepingSynthesizer(seconds=0.01, device=device)
-    turns = take_turns(SlowTrainer(device), engine, devices=devices, ranks=[0])
+    lending = Lending(num_engines=3, choose=rule.observe)
+    turns = take_turns(SlowTrainer(device), engine, devices=devices, ranks=[0], lending=lending)
     lent: list[int] = []
 
     async def program(ctx: Context[Any]) -> None:
@@ -305,7 +308,6 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
             ctx.group,
             devices,
             turns=turns,
-            lending=Lending(num_engines=3, choose=rule.observe),
         )
         timer = StageTimer(ctx.clock)
         await client.onload_weights(timer)

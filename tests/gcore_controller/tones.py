@@ -179,7 +179,7 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
     def group_from_state(self, state: State) -> Take:
         return Take(state["ticket"], state["tones"], state["scores"], state["oldest_version"])
 
-    def restarted(self, group: Take) -> Take:
+    def restart(self, group: Take) -> Take:
         return replace(group, oldest_version=None)
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Take]) -> list[float]:

@@ -99,7 +99,7 @@ def test_costs_are_corrected_by_stage() -> None:
     for factor, stage in enumerate(STAGES, start=2):
         for _ in range(3):
             correction.observe(stage, predicted_s=1.0, measured_s=float(factor))
-    corrected = correction.corrected(COSTS)
+    corrected = correction.correct(COSTS)
     assert corrected.policy == EngineCosts(
         devices_per_replica=2,
         max_num_seqs=8,
@@ -120,7 +120,7 @@ def test_costs_are_corrected_by_stage() -> None:
     # Preparation takes 4 times what was predicted: 0.5 of 2 s a token.
     assert training.forward_share * training.per_token_s == pytest.approx(4 * 0.5 * 2.0)
     assert vars(corrected.swap) == {"sleep_s": 7.0, "wake_s": 14.0, "load_s": 21.0}
-    assert Correction().corrected(COSTS) == COSTS
+    assert Correction().correct(COSTS) == COSTS
 
 
 def test_wrong_input_is_refused_and_changes_nothing() -> None:

@@ -104,7 +104,7 @@ def awake_roles(sizes: RoleSizes, stage: Stage) -> list[MappedRole]:
 
 
 def check(found: DeviceMap, cluster: Cluster) -> None:
-    sizes, placed = found.sizes, found.placed()
+    sizes, placed = found.sizes, found.slots_by_role()
     counts = {
         "policy engine": sizes.num_engines,
         "judge": sizes.num_judges,

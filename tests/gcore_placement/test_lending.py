@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gcore_placement import LendingRule, Loan, PlacementError
+from gcore_placement import LendingRule, PlacementError
+from gcore_placement.partition.lending import Loan
 
 STEP_S = 0.05
 counts = st.tuples(*[st.integers(0, 4)] * 3)

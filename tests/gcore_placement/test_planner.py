@@ -26,7 +26,7 @@ from gcore_placement import (
 from gcore_placement.forecast import STAGES
 from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
-from gcore_placement.planning.options import EngineRoofline
+from gcore_placement.planning.options import EngineRoofline, Setting, TrainingOptions
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -108,9 +108,9 @@ def test_a_plan_fits(cluster: Cluster, job: Job) -> None:
         * layout.context_parallel_size
     )
     assert ranks * layout.data_parallel_size == found.num_devices <= cluster.num_devices
-    per_token = engine_of(job.policy, cluster, engine.tensor_model_parallel_size).kv_token_bytes
+    per_token = engine_of(job.policy, cluster, engine.devices_per_engine).kv_token_bytes
     assert found.memory["generation"]["KV cache"] >= job.longest_sequence * per_token * (1 - 1e-9)
-    assert engine.num_replicas * engine.tensor_model_parallel_size == engine.num_devices
+    assert engine.num_engines * engine.devices_per_engine == engine.num_devices
     if found.judge is not None and found.strategy == "dynamic":
         assert engine.num_devices + found.judge.num_devices <= found.num_devices
 
@@ -224,7 +224,7 @@ def test_a_corrected_plan_is_the_fastest_by_corrected_laws(
         correction.observe(stage, predicted_s=1.0, measured_s=factor)
     corrected = plan(cluster, job, correction=correction)
     uncorrected = predict_step(
-        correction.corrected(found.costs),
+        correction.correct(found.costs),
         job,
         strategy=found.strategy,
         num_devices=found.num_devices,
@@ -248,10 +248,10 @@ def test_laws_that_are_all_as_much_off_change_no_choice() -> None:
         found.judge,
     )
     assert vars(corrected.costs.training) == pytest.approx(
-        vars(correction.corrected(found.costs).training)
+        vars(correction.correct(found.costs).training)
     )
     assert vars(corrected.costs.policy) == pytest.approx(
-        vars(correction.corrected(found.costs).policy)
+        vars(correction.correct(found.costs).policy)
     )
 
 
@@ -325,6 +325,23 @@ def test_what_does_not_fit_is_trained_with_less() -> None:
         plan(make_cluster(2), make_job(QWEN_7B), lora_rank=-1)
 
 
+@pytest.mark.parametrize("compute_bytes", [2, 4])
+def test_an_offloaded_optimizer_has_masters_of_its_own(compute_bytes: int) -> None:
+    """In float32, too, the host holds masters, gradients and two moments: 16 bytes a parameter."""
+    setting = Setting(
+        cluster=make_cluster(8),
+        job=make_job(compute_bytes=compute_bytes),
+        efficiency=Efficiency(),
+        correction=Correction(),
+        most_num_seqs=256,
+        runnable=True,
+        state=memory.TrainingState(offload="optimizer"),
+    )
+    options = TrainingOptions(setting, num_devices=8)
+    expected = 16 * setting.job.policy.num_parameters / options.layouts.ranks
+    assert options.host_bytes == pytest.approx(expected)
+
+
 def test_adapters_take_less_memory_and_time() -> None:
     job = make_job(QWEN_7B)
     whole, lora = (plan(make_cluster(8), job, runnable=True, lora_rank=rank) for rank in (0, 64))
@@ -355,11 +372,11 @@ def test_too_long_responses_are_refused_with_a_length_that_fits() -> None:
 
 def test_a_model_that_no_device_holds_is_divided() -> None:
     found = plan(make_cluster(64), make_job(QWEN_32B, judge=QWEN_32B, reference=True))
-    assert found.policy.tensor_model_parallel_size > 1
+    assert found.policy.devices_per_engine > 1
     reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
     assert reasons["training", "megatron TP 1 PP 1 CP 1 DP 64"].startswith("does not fit: ")
     assert reasons["strategy", "split"].endswith("its partition stays where it is as lengths drift")
-    assert ("policy engine", f"TP {found.policy.tensor_model_parallel_size}") not in reasons
+    assert ("policy engine", f"TP {found.policy.devices_per_engine}") not in reasons
     times = [reason for reason in reasons.values() if " s a step, " in reason]
     assert times
     assert all(float(reason.split(", ")[1].split(" s")[0]) >= 0 for reason in times)
@@ -453,6 +470,14 @@ def test_a_plan_is_plain_data_and_repeats() -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert data["step_s"] == found.step_s
     assert data["training"]["ppo_max_token_len"] == found.training.ppo_max_token_len
+    assert found.judge is not None
+    for name, engines in (("policy", found.policy), ("judge", found.judge)):
+        assert data[name] == {
+            "tensor_model_parallel_size": engines.devices_per_engine,
+            "num_replicas": engines.num_engines,
+            "num_devices": engines.num_devices,
+            "max_num_seqs": engines.max_num_seqs,
+        }
     assert plan(cluster, job).to_dict() == found.to_dict()
 
 

@@ -99,7 +99,7 @@ def test_the_running_ledger_names_the_cause() -> None:
     now_s = 14.0
     ledger.change("generation", -1)
     ledger.change("reward", -1)
-    with ledger.whole("training", 0.75):
+    with ledger.occupy_all("training", 0.75):
         now_s = 22.0
     assert ledger.cut() == pytest.approx(
         {

@@ -11,16 +11,13 @@ from recorded_run import recorded_run
 
 from gcore_placement.cli import main
 from gcore_placement.simulation import scenarios
-from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCENARIOS, Scale, scenario
+from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCENARIOS, scenario
 
 
 @pytest.fixture(autouse=True)
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
-    few = {
-        devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8)
-        for devices in (32, 64)
-    }
+    few = {devices: (6, devices // 8) for devices in (32, 64)}
     monkeypatch.setattr(scenarios, "SCALES", scenarios.SCALES | few)
 
 

@@ -22,17 +22,14 @@ from gcore_bench.placement.simulations.tasks import run_all
 from gcore_bench.placement.tables import format_rows
 from gcore_placement import Comparison, DynamicPartitionConfig, compare
 from gcore_placement.simulation import scenarios
-from gcore_placement.simulation.scenarios import FAMILY, JOBS, Scale, scenario
+from gcore_placement.simulation.scenarios import FAMILY, JOBS, scenario
 
 
 @pytest.fixture(autouse=True)
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
-    few = {
-        devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8)
-        for devices in (32, 64)
-    }
-    few[37] = Scale(num_devices=37, train_batch_size=6, unit_devices=6)
+    few = {devices: (6, devices // 8) for devices in (32, 64)}
+    few[37] = (6, 6)
     for module in (scenarios, study):
         monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
 

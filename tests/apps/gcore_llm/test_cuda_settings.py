@@ -159,7 +159,7 @@ def test_a_forecast_is_of_the_present_gpu(
     steps = {"sampling/groups": 32.0, "response_length/mean": 100.0, "response_length/max": 200.0}
     metrics = {**steps, "sampling/acceptance": 1.0, "prompt_length/mean": 20.0, "timing_s/gen": 1.0}
     found = [
-        run_forecast(config(tiny, device=device), tiny, tmp_path / device).stepped(metrics)[
+        run_forecast(config(tiny, device=device), tiny, tmp_path / device)(metrics)[
             "forecast/stages_s"
         ]
         for device in ("cuda", "cpu")

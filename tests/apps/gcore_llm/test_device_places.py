@@ -135,9 +135,11 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     for rank in range(len(found)):
         on_device = planned.on(planned.ranks[rank])
-        names = {"policy engine": "engine", "judge": "judge"}
+        live_roles = {"policy engine": "engine", "judge": "judge"}
         rows = {
-            names[f"{names[role]} {number}"] for role, number in on_device.items() if role in names
+            names[f"{live_roles[role]} {number}"]
+            for role, number in on_device.items()
+            if role in live_roles
         }
         assert rows == {names[f"trainer {rank}"]}
 

@@ -38,23 +38,21 @@ def metrics(mean: float, *, longest: float, times: float = 1.0) -> dict[str, flo
 def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     forecast = run_forecast(config(tiny), tiny, path)
-    first = forecast.stepped(metrics(100.0, longest=200.0))
+    first = forecast(metrics(100.0, longest=200.0))
     found: dict[str, float] = {}
     for _ in range(6):
-        found = forecast.stepped(metrics(100.0, longest=200.0))
+        found = forecast(metrics(100.0, longest=200.0))
     assert abs(first["forecast/error"]) > 0.05
     assert found["forecast/error"] == pytest.approx(0.0, abs=1e-9)
     assert found["forecast/stages_s"] == pytest.approx(3.0)
     # The law carries over to other lengths, but for the seconds that do not depend on them.
-    longer = forecast.stepped(metrics(150.0, longest=300.0))
+    longer = forecast(metrics(150.0, longest=300.0))
     assert -0.5 < longer["forecast/error"] < 0.05
     # And what was learned to the next process of the run, and to a plan.
     again = run_forecast(config(tiny), tiny, path)
-    assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(
-        0.0, abs=1e-9
-    )
+    assert again(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(0.0, abs=1e-9)
     assert Correction.load(path).factor("training") > 0
-    assert again.stepped({"sampling/groups": 0.0}) == {}
+    assert again({"sampling/groups": 0.0}) == {}
 
 
 @pytest.mark.parametrize(("num_engines", "slowest"), [(1, "judge_style"), (30, "judge")])
@@ -85,7 +83,7 @@ def test_engines_of_one_device_each(tiny: Path, tmp_path: Path) -> None:
     )
     for ranks in (1, 3):
         sized = replace(cluster, trainer=TrainerConfig(num_processes=ranks))
-        found = run_forecast(sized, tiny, tmp_path / "placement.json").stepped(
+        found = run_forecast(sized, tiny, tmp_path / "placement.json")(
             metrics(100.0, longest=200.0)
         )
         assert found["forecast/stages_s"] > 0

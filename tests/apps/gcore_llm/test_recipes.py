@@ -79,7 +79,7 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(name: str) -> None:
     assert found.cluster.num_devices == GPUS[name]
     used = {
         slot
-        for processes in found.device_map.placed().values()
+        for processes in found.device_map.slots_by_role().values()
         for slots in processes
         for slot in slots
     }

@@ -1,18 +1,20 @@
 """The forecast of a run's steps by the planner's laws, from its settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
 from gcore_llm.sections import RunJudge
-from gcore_placement import Forecast, Job, Lengths, ModelShape
+from gcore_placement import Job, Lengths, ModelShape
 from gcore_runs import model_folder
 from gcore_runs.simulation.forecast import forecast_job, model_shape
 
 
-def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
-    """Return the forecast of a run, on devices of the planner's data sheets, or on CPU cores.
+def run_forecast(
+    config: TrainConfig, model: Path, path: Path
+) -> Callable[[Mapping[str, float]], dict[str, float]]:
+    """Return what forecasts a run's step by its metrics, on devices of the planner's data sheets, or on CPU cores.
 
     `gcore-placement plan --correction RUN` uses its corrections. Their file ``path`` is read if it exists, and written
     after each step. `PlacementError` where it is damaged, or the planner does not know the policy in

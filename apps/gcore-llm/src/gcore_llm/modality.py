@@ -1,7 +1,7 @@
 """Language models as a modality of the RLHF loop: responses and their rewards, and updates of policy and critic."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -41,7 +41,7 @@ from gcore_llm.learning.preparation import (
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.prompts import PromptSets
 from gcore_llm.sampling import sampling_params
-from gcore_placement import Forecast, PlacementError, TransformerWorkload, balance
+from gcore_placement import PlacementError, TransformerWorkload, balance
 from gcore_rollout import (
     FailureLog,
     Generation,
@@ -173,7 +173,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)
 
-    def restarted(self, group: Group) -> Group:
+    def restart(self, group: Group) -> Group:
         return replace(group, responses=[])
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> SampledPart:
@@ -467,10 +467,10 @@ class RunRecorder(BaseRunRecorder[LLMJob, TextEvaluation]):
                 self.warnings.warn(step, message, key=f"episodes ended by {end}")
         if self._forecast is None:
             return {}
-        return self._forecast.stepped(metrics)
+        return self._forecast(metrics)
 
     @cached_property
-    def _forecast(self) -> Forecast | None:
+    def _forecast(self) -> Callable[[Mapping[str, float]], dict[str, float]] | None:
         """The predictions; None in simulated time, or where the planner does not know the model's architecture."""
         from gcore_llm.forecast import run_forecast
 

@@ -31,6 +31,27 @@ class PolicyEngine(Protocol):
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lending:
+    """The loan of the devices of training ranks to engines while the policy samples.
+
+    Example:
+        >>> def is_worth_it(*, generation_s: float, generated: int, swap_s: float) -> bool:
+        ...     return generation_s > 10 * swap_s
+        >>> lending = Lending(num_engines=4, choose=is_worth_it)
+        >>> lending.choose(generation_s=60.0, generated=8192, swap_s=2.0)
+        True
+    """
+
+    num_engines: int
+    """Engines on the devices of all ranks."""
+    choose: Callable[..., bool] | None = None
+    """Says on the first controller, after the sampling of each step, whether they are lent in the next one, such as
+    `gcore_placement.LendChoice.observe`: called with ``generation_s``, seconds of generation, ``generated``, tokens or
+    images, and ``swap_s``, seconds of all swaps since the last call. They are not lent in the first step. None: they
+    are lent in each step."""
+
+
 class DeviceTurns:
     """Lets roles that share devices take turns: the one whose turn it is has the memory, and the others are asleep.
 
@@ -45,6 +66,7 @@ class DeviceTurns:
         sleep_models: puts these ranks to sleep; they are awake at first. Idempotent, as ``wake_models`` is.
         wake_models: wakes these ranks.
         current: the first turn; None: it is not known who is asleep, and the first call finds out.
+        lending: the loan of the ranks' devices, if that is what the turns are for; None: turns are taken in each step.
 
     Example:
         >>> from unittest.mock import AsyncMock
@@ -68,7 +90,9 @@ class DeviceTurns:
         devices: DeviceTimers,
         ranks: Iterable[int] = (),
         current: Turn | None = "training",
+        lending: Lending | None = None,
     ) -> None:
+        self.lending = lending
         self.current = current
         """None: a swap has failed half-way, or none was made yet."""
         self._sleep_models = sleep_models
@@ -122,27 +146,6 @@ class DeviceTurns:
         await _all(map(end, (self._policy, *self._others)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lending:
-    """The loan of the devices of training ranks to engines while the policy samples.
-
-    Example:
-        >>> def is_worth_it(*, generation_s: float, generated: int, swap_s: float) -> bool:
-        ...     return generation_s > 10 * swap_s
-        >>> lending = Lending(num_engines=4, choose=is_worth_it)
-        >>> lending.choose(generation_s=60.0, generated=8192, swap_s=2.0)
-        True
-    """
-
-    num_engines: int
-    """Engines on the devices of all ranks."""
-    choose: Callable[..., bool] | None = None
-    """Says on the first controller, after the sampling of each step, whether they are lent in the next one, such as
-    `gcore_placement.LendChoice.observe`: called with ``generation_s``, seconds of generation, ``generated``, tokens or
-    images, and ``swap_s``, seconds of all swaps since the last call. They are not lent in the first step. None: they
-    are lent in each step."""
-
-
 class TrainerClient(ABC, Generic[BatchT]):
     """A controller's access to the models in training, wherever their ranks run.
 
@@ -151,7 +154,6 @@ class TrainerClient(ABC, Generic[BatchT]):
     Args:
         devices: record when the ranks work that this controller calls.
         turns: those of ranks and engines on devices that they share; None: they have devices of their own.
-        lending: the loan of the ranks' devices, if that is what turns are for; None: turns are taken in each step.
 
     Example:
         >>> from types import SimpleNamespace
@@ -171,13 +173,14 @@ class TrainerClient(ABC, Generic[BatchT]):
         devices: DeviceTimers,
         *,
         turns: DeviceTurns | None = None,
-        lending: Lending | None = None,
     ) -> None:
         self.group = group
         self.devices = devices
         self.turns = turns
-        self._lending = lending
-        self._lends = lending is None or lending.choose is None
+        self._lending: Lending | None = None
+        if turns is not None:
+            self._lending = turns.lending
+        self._lends = self._lending is None or self._lending.choose is None
         """Whether engines get the devices in the present step, and from `onload` on in the next one."""
         self._swap_s = 0.0
 
@@ -191,7 +194,7 @@ class TrainerClient(ABC, Generic[BatchT]):
 
     async def onload(self, timer: StageTimer) -> None:
         """Move the engines out, whose running samples are aborted, and the models in, to train."""
-        if self.turns is not None and self._lending is not None:
+        if self._lending is not None:
             await self._choose_lending(self._lending, timer)
         await self._take_turn("training", timer)
 

@@ -26,27 +26,25 @@ from .device_map import (
 from .errors import PlacementError as PlacementError
 from .forecast import (
     Correction as Correction,
-    Forecast as Forecast,
     Job as Job,
     Stage as Stage,
     StepTime as StepTime,
+    forecast_step as forecast_step,
     predict_step as predict_step,
 )
 from .ledger import Ledger as Ledger, StepIntervals as StepIntervals, read_spans as read_spans
 from .partition.config import DynamicPartitionConfig as DynamicPartitionConfig
 from .partition.dynamic_partition import DynamicPartition as DynamicPartition
 from .partition.lend_choice import LendChoice as LendChoice
-from .partition.lending import LendingRule as LendingRule, Loan as Loan
+from .partition.lending import LendingRule as LendingRule
 from .partition.space import (
-    EngineWork as EngineWork,
     PartitionSpace as PartitionSpace,
     RoleLimits as RoleLimits,
     RoleLoad as RoleLoad,
     engine_load as engine_load,
 )
 from .partition.strategy_choice import StrategyChoice as StrategyChoice
-from .planning.alternatives import Alternative as Alternative
-from .planning.layouts import TrainingLayout as TrainingLayout
+from .planning.layouts import EngineLayout as EngineLayout, TrainingLayout as TrainingLayout
 from .planning.memory import TrainingState as TrainingState, state_bytes as state_bytes
 from .planning.one_device import (
     DevicePlan as DevicePlan,
@@ -56,7 +54,7 @@ from .planning.one_device import (
     plan_device as plan_device,
 )
 from .planning.planner import Plan as Plan, plan as plan
-from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
+from .planning.prediction import predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (
     ReplicaRequest as ReplicaRequest,
@@ -68,7 +66,6 @@ from .simulation.live import (
 )
 from .simulation.simulator import (
     Comparison as Comparison,
-    SimulatedStep as SimulatedStep,
     Simulator as Simulator,
     StrategyRun as StrategyRun,
     compare as compare,

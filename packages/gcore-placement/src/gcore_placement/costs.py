@@ -166,7 +166,7 @@ class JobCosts:
         >>> costs = JobCosts(policy=engine, reward=None, training=TrainingCosts(per_token_s=1e-4))
         >>> correction = Correction(min_count=1)
         >>> correction.observe("generation", predicted_s=20.0, measured_s=30.0)
-        >>> round(correction.corrected(costs).policy.decode_base_s, 4)
+        >>> round(correction.correct(costs).policy.decode_base_s, 4)
         0.015
     """
 

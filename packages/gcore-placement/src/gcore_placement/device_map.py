@@ -107,7 +107,7 @@ class DeviceMap:
         size = self.sizes.devices_per_engine
         return [self.ranks[i * size : (i + 1) * size] for i in range(self.sizes.num_lent)]
 
-    def placed(self) -> Mapping[MappedRole, Sequence[Sequence[Slot]]]:
+    def slots_by_role(self) -> Mapping[MappedRole, Sequence[Sequence[Slot]]]:
         """Return the slots of the processes of each role."""
         return {
             "policy engine": self.engines,
@@ -120,7 +120,7 @@ class DeviceMap:
     def on(self, slot: Slot) -> Mapping[MappedRole, int]:
         """Return the number of the process of each role that is on a device."""
         numbers: dict[MappedRole, int] = {}
-        for role, processes in self.placed().items():
+        for role, processes in self.slots_by_role().items():
             for number, slots in enumerate(processes):
                 if slot in slots:
                     numbers[role] = number

@@ -92,7 +92,7 @@ class Job(CheckedQuantities):
             raise refusal("judge_lengths", self.judge_lengths, "given with a judge, and only then")
 
     @property
-    def trained(self) -> list[ModelShape]:
+    def trained_models(self) -> list[ModelShape]:
         """The policy, and the critic where there is one."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
@@ -382,7 +382,7 @@ class Correction(CheckedQuantities):
         median = ratios[order][np.searchsorted(cumulated, cumulated[-1] / 2)]
         return float(np.clip(median, 1 / self.most, self.most))
 
-    def corrected(self, costs: JobCosts) -> JobCosts:
+    def correct(self, costs: JobCosts) -> JobCosts:
         """Return the costs with each stage's seconds times its factor."""
         return JobCosts(
             policy=times(costs.policy, self.factor("generation")),
@@ -432,58 +432,65 @@ _MEASURED: Mapping[Stage, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Predicts each step of a run of gcore-llm from its sampled lengths, and corrects the laws by measured seconds.
+def forecast_step(
+    metrics: Mapping[str, float],
+    *,
+    job: Job,
+    predict: Callable[[Job], StepTime],
+    correction: Correction,
+    save: Callable[[Callable[[Path], object]], object],
+) -> dict[str, float]:
+    """Predict a step of a run of gcore-llm from its sampled lengths, and correct the laws by its measured seconds.
+
+    Args:
+        metrics: of the step.
+        job: the run's job at its full size.
+        predict: `predict_step` for the run's costs and devices.
+        correction: is given the step's seconds.
+        save: writes `placement.json`: it calls its argument with the path to write to.
+
+    Returns:
+        The predicted seconds of the step's stages, and their error as a share of the measured ones; empty if it has
+        neither.
 
     Example:
         >>> policy = ModelShape.from_config(json.loads(Path("model/config.json").read_text()))
         >>> lengths = Lengths.recorded([300])
         >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=8, n=4)
         >>> law = StepTime(generation_s=20, reward_s=0, swap_s=0, preparation_s=0, training_s=10, weight_sync_s=0)
-        >>> forecast = Forecast(lambda job: law, job, Correction(), save=lambda write: write(Path("placement.json")))
+        >>> run = {"job": job, "predict": lambda job: law, "correction": Correction()}
         >>> metrics = {"sampling/groups": 8, "sampling/acceptance": 1.0, "prompt_length/mean": 300,
         ...     "response_length/mean": 300, "response_length/max": 300, "timing_s/gen": 24, "timing_s/train": 10}
-        >>> round(forecast.stepped(metrics)["forecast/error"], 3)
+        >>> forecast = forecast_step(metrics, **run, save=lambda write: write(Path("placement.json")))
+        >>> round(forecast["forecast/error"], 3)
         -0.118
     """
-
-    predict: Callable[[Job], StepTime]
-    """`predict_step` for the run's costs and devices."""
-    job: Job
-    """The run's job at its full size."""
-    correction: Correction
-    save: Callable[[Callable[[Path], object]], object]
-    """Writes `placement.json` after each step: it calls its argument with the path to write to."""
-
-    def stepped(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Observe a step; return its predicted seconds, and their error as a share of the measured ones."""
-        if not metrics.get("sampling/groups") or "response_length/mean" not in metrics:
-            return {}
-        groups = metrics["sampling/groups"]
-        response_mean = metrics["response_length/mean"]
-        num_responses = groups * self.job.n
-        job = replace(
-            self.job,
-            prompt_lengths=Lengths.recorded([max(1.0, metrics["prompt_length/mean"])]),
-            response_lengths=lengths_of(
-                response_mean, metrics["response_length/max"], count=num_responses
-            ),
-            train_batch_size=round(groups),
-            acceptance=min(1.0, max(metrics["sampling/acceptance"], 1e-3)),
-        )
-        law = self.predict(job)
-        predicted_s = 0.0
-        measured_s = 0.0
-        for stage, name in _MEASURED.items():
-            law_s = getattr(law, f"{stage}_s")
-            took_s = metrics.get(name, 0.0)
-            if law_s > 0 and took_s > 0:
-                predicted_s += law_s * self.correction.factor(stage)
-                measured_s += took_s
-                self.correction.observe(stage, predicted_s=law_s, measured_s=took_s)
-        state = json.dumps({"correction": self.correction.state()})
-        self.save(lambda path: path.write_text(state))
-        if not measured_s:
-            return {}
-        return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1}
+    if not metrics.get("sampling/groups") or "response_length/mean" not in metrics:
+        return {}
+    groups = metrics["sampling/groups"]
+    step_job = replace(
+        job,
+        prompt_lengths=Lengths.recorded([max(1.0, metrics["prompt_length/mean"])]),
+        response_lengths=lengths_of(
+            metrics["response_length/mean"],
+            metrics["response_length/max"],
+            count=groups * job.n,
+        ),
+        train_batch_size=round(groups),
+        acceptance=min(1.0, max(metrics["sampling/acceptance"], 1e-3)),
+    )
+    law = predict(step_job)
+    predicted_s = 0.0
+    measured_s = 0.0
+    for stage, name in _MEASURED.items():
+        law_s = getattr(law, f"{stage}_s")
+        took_s = metrics.get(name, 0.0)
+        if law_s > 0 and took_s > 0:
+            predicted_s += law_s * correction.factor(stage)
+            measured_s += took_s
+            correction.observe(stage, predicted_s=law_s, measured_s=took_s)
+    state = json.dumps({"correction": correction.state()})
+    save(lambda path: path.write_text(state))
+    if not measured_s:
+        return {}
+    return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1}

@@ -161,7 +161,7 @@ def _map_devices(
 
 def _slots_by_roles(device_map: DeviceMap) -> Mapping[tuple[MappedRole, ...], Sequence[Slot]]:
     """Return the GPUs with the same roles."""
-    processes = chain.from_iterable(device_map.placed().values())
+    processes = chain.from_iterable(device_map.slots_by_role().values())
     by_roles: defaultdict[tuple[MappedRole, ...], list[Slot]] = defaultdict(list)
     for slot in sorted(set(chain.from_iterable(processes))):
         by_roles[tuple(device_map.on(slot))].append(slot)
@@ -275,7 +275,7 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
     device_map = plan.device_map
     cluster = plan.cluster
     sizes = device_map.sizes
-    names: list[MappedRole] = [role for role, processes in device_map.placed().items() if processes]
+    names: list[MappedRole] = [role for role, processes in device_map.slots_by_role().items() if processes]
     sections: list[list[list[str]]] = []
     for node in range(math.ceil(cluster.num_devices / cluster.devices_per_node)):
         rows: list[list[str]] = []

@@ -534,6 +534,7 @@ async def start_inline_backend(
             wake_models=learner.wake,
             devices=shared.devices,
             ranks=range(num_ranks),
+            lending=lending_of(config),
         )
     return InlineBackend(
         config,
@@ -546,7 +547,6 @@ async def start_inline_backend(
             roles=roles,
             num_ranks=num_ranks,
             turns=turns,
-            lending=lending_of(config),
         ),
         close_services=close,
         turns=turns,

@@ -1,6 +1,7 @@
 """The forecast of a run's steps by the planner's laws, on devices of its data sheets or on CPU cores."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,10 @@ from gcore_placement import (
     Cluster,
     Correction,
     Device,
-    Forecast,
     Job,
     ModelShape,
     PlacementError,
+    forecast_step,
     plan,
     predict_step,
 )
@@ -43,10 +44,11 @@ def forecast_job(
     num_engines: int,
     num_judges: int,
     most_num_seqs: int,
-) -> Forecast:
-    """Return the forecast of a job with ``num_engines`` engines, each of which generates at most ``most_num_seqs``.
+) -> Callable[[Mapping[str, float]], dict[str, float]]:
+    """Return what forecasts a step of a job by its metrics, with engines that each generate ``most_num_seqs`` at most.
 
-    ``num_judges`` are the engines of ``job.judge``; 0 without one. See `gcore_llm.forecast.run_forecast`.
+    There are ``num_engines``, and ``num_judges`` engines of ``job.judge``; 0 without one. See
+    `gcore_llm.forecast.run_forecast`.
     """
     if config.placement.lend_ranks is True:
         num_engines += config.sizes.num_lent
@@ -76,7 +78,13 @@ def forecast_job(
         policy_devices=num_engines,
         reward_devices=num_judges,
     )
-    return Forecast(predict, job, correction, partial(write_atomically, path))
+    return partial(
+        forecast_step,
+        job=job,
+        predict=predict,
+        correction=correction,
+        save=partial(write_atomically, path),
+    )
 
 
 def model_shape(model: Path) -> ModelShape:

@@ -157,8 +157,8 @@ class SharedState(Generic[RequestT, SampleT]):
     """Version of the weights of all engines."""
 
     def count_whole(self, work: str, busy_share: float) -> AbstractContextManager[None]:
-        """See `RunningLedger.whole`; without a ledger nothing is counted."""
-        return self.ledger.whole(work, busy_share) if self.ledger else nullcontext()
+        """See `RunningLedger.occupy_all`; without a ledger nothing is counted."""
+        return self.ledger.occupy_all(work, busy_share) if self.ledger else nullcontext()
 
 
 class ModelledReward:
@@ -238,7 +238,6 @@ class ModelledLearner(SharedTrainerGroup[Sequence[Any]]):
     """
 
     def __init__(self, state: SharedState[Any, Any]) -> None:
-        self._num_replicas = state.config.num_learner_replicas
         self._num_updates = 0
         self._state = state
         self._model = state.config.learner
@@ -251,7 +250,7 @@ class ModelledLearner(SharedTrainerGroup[Sequence[Any]]):
 
     @property
     def num_replicas(self) -> int:
-        return self._num_replicas
+        return self._state.config.num_learner_replicas
 
     @property
     def num_updates(self) -> int:

@@ -1,7 +1,7 @@
 """The tree of a group, from the trees of its ranks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from gcore_ckpt.format.tree import (
     Node,
@@ -15,17 +15,11 @@ from gcore_ckpt.format.tree import (
     view_of,
 )
 
+Replaced: TypeAlias = tuple[StatePath, int, View, str, str]
+"""A view on one rank, in whose place the tree of the group has a tensor that another rank stores.
 
-class Replaced(NamedTuple):
-    """A view on one rank, in whose place the tree of the group has a tensor that another rank stores."""
-
-    path: StatePath
-    rank: int
-    view: View
-    base: str
-    """The tensor whose memory the view is in."""
-    name: str
-    """The tensor in its place."""
+Its path, the rank, the view, the name of the tensor whose memory the view is in, and that of the tensor in its place.
+"""
 
 
 def merge(nodes: Sequence[Node], replaced: list[Replaced]) -> Node:
@@ -79,7 +73,7 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replac
         nodes = tensors
         rank, first = nodes[0]
         for r, base, view in views:
-            replaced.append(Replaced(path, r, view, base, first["tensor"]))
+            replaced.append((path, r, view, base, first["tensor"]))
     for r, node in nodes[1:]:
         if node != first:
             raise ValueError(

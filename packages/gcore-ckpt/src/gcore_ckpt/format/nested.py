@@ -7,19 +7,19 @@ from gcore_ckpt.format.tree import State, StatePath
 _MAX_LIST = 2**20
 
 
-class NestedState:
-    """A state that grows leaf by leaf; a container whose parts of paths are all integers is a list."""
+class NestedState(dict[str | int, State]):
+    """A state, or a dict or list in it, that grows leaf by leaf; no value that is added is one.
 
-    def __init__(self) -> None:
-        self._root = _Children()
+    A container whose parts of paths are all integers is a list.
+    """
 
     def put(self, path: StatePath, value: State) -> None:
         """Add a leaf; `ValueError` if it cannot be there with those that were added before."""
         *outer, last = path
-        children = self._root
+        children = self
         for part in outer:
-            child = children.setdefault(part, _Children())
-            if not isinstance(child, _Children):
+            child = children.setdefault(part, NestedState())
+            if not isinstance(child, NestedState):
                 raise ValueError(f"its path {path} leads through a value")
             children = child
         if last in children:
@@ -28,15 +28,11 @@ class NestedState:
 
     def state(self) -> dict[str | int, State]:
         """Return the state; `ValueError` for a list that is too long."""
-        return {key: _with_lists(value) for key, value in self._root.items()}
-
-
-class _Children(dict[str | int, State]):
-    """A dict or list of the state, while it is put together; no value that was added is one."""
+        return {key: _with_lists(value) for key, value in self.items()}
 
 
 def _with_lists(node: State) -> State:
-    if not isinstance(node, _Children):
+    if not isinstance(node, NestedState):
         return node
     children = {key: _with_lists(child) for key, child in node.items()}
     if not all(isinstance(key, int) for key in children):

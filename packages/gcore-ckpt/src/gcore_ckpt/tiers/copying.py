@@ -80,9 +80,10 @@ def _readers(
 ) -> dict[str, tuple[int, list[int]]]:
     """Return the files of a step, their sizes, and the ranks that can read each (root)."""
     if isinstance(source, NodeStorage):
-        copies = whole_steps(reports).get(step)
-        if copies is None:
+        steps = whole_steps(reports)
+        if step not in steps:
             raise CheckpointNotFoundError(f"{source} holds no whole step {step}")
+        _, copies = steps[step]
         return source.readers(copies)
     ranks = list(range(len(reports)))
     files = {

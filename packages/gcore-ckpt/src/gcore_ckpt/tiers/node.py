@@ -87,7 +87,7 @@ class NodeStorage:
         def find_whole(reports: Sequence[Report]) -> Sequence[dict[str, str]]:
             steps = whole_steps(reports)
             self._steps = set(steps)
-            return [{str(step): copies.index for step, copies in steps.items()}] * len(reports)
+            return [{str(step): index for step, (index, _) in steps.items()}] * len(reports)
 
         def remove_parts() -> None:
             with working():
@@ -241,7 +241,7 @@ class NodeStorage:
     def find_sources(self, copies: Copies) -> Sequence[Mapping[str, tuple[int, int]]]:
         """Return, for each rank, the size of each file and the rank to ask for it; -1 where its machine has it."""
         sources: list[dict[str, tuple[int, int]]] = [{} for _ in self._machines.of]
-        for number, (name, (size_bytes, holders)) in enumerate(sorted(copies.files.items())):
+        for number, (name, (size_bytes, holders)) in enumerate(sorted(copies.items())):
             for rank, rank_sources in enumerate(sources):
                 rank_sources[name] = (size_bytes, self._machines.holder(rank, holders, number))
         return sources
@@ -250,7 +250,7 @@ class NodeStorage:
         """Return the size of each file, and the ranks on machines that have it."""
         machines = self._machines
         readers: dict[str, tuple[int, list[int]]] = {}
-        for name, (size_bytes, holders) in copies.files.items():
+        for name, (size_bytes, holders) in copies.items():
             ranks: list[int] = []
             for leader in holders:
                 ranks.extend(machines.ranks[machines.of[leader]])

@@ -6,7 +6,6 @@ checksums of all files, so that files next to equal indexes belong together, whi
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointError
@@ -53,22 +52,21 @@ def _inspect_step(storage: Storage, step: int, where: str) -> Mapping[str, Any]:
     return {"index": checksum(data), "saved_at": index.saved_at, "files": sizes, "missing": missing}
 
 
-@dataclass(frozen=True)
-class Copies:
-    """The files of a whole step: the size of each, and the places that have it."""
-
-    index: str
-    files: Mapping[str, tuple[int, Sequence[int]]]
+Copies: TypeAlias = Mapping[str, tuple[int, Sequence[int]]]
+"""The files of a whole step: the size of each, and the places that have it, by number."""
 
 
-def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
-    """Return the steps of which every file is somewhere, from the report of each place; `Copies` number the places."""
+def whole_steps(reports: Sequence[Report]) -> dict[int, tuple[str, Copies]]:
+    """Return the steps of which every file is somewhere, from the report of each place, in order.
+
+    Each comes with the checksum of its index.
+    """
     groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
     for number, report_by_step in enumerate(reports):
         for step, step_report in report_by_step.items():
             group = (int(step), step_report["saved_at"], step_report["index"])
             groups.setdefault(group, {})[number] = step_report
-    steps: dict[int, Copies] = {}
+    steps: dict[int, tuple[str, Copies]] = {}
     newest: dict[int, str] = {}
     for (step, saved_at, index), report_by_place in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
@@ -82,5 +80,5 @@ def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
         # A machine that comes back with steps of long ago may hold another that is whole.
         if step not in steps or saved_at > newest[step]:
             newest[step] = saved_at
-            steps[step] = Copies(index, files)
+            steps[step] = (index, files)
     return steps

@@ -209,7 +209,8 @@ class OpenTiers:
         plan = {"tier": tier, "step": step, "steps": steps_of_tiers, "places": None}
         if self.node is None or tier:
             return [plan] * len(reports)
-        sources = self.node.find_sources(whole_steps(reports)[step])
+        _, copies = whole_steps(reports)[step]
+        sources = self.node.find_sources(copies)
         for rank_sources in sources:
             if any(rank >= 0 for _, rank in rank_sources.values()):
                 return [plan | {"places": files} for files in sources]

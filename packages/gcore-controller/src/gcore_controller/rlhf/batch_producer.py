@@ -280,7 +280,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             unfinished: list[tuple[GroupT, PromptT]] = []
             for group in self._unfinished:
                 if not self._is_fresh(group.oldest_version):
-                    group = self.modality.restarted(group)
+                    group = self.modality.restart(group)
                 unfinished.append((group, self._loader.row(group.prompt_index)))
             num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
             num_started = math.ceil(count * (1 + config.over_sample_rate))

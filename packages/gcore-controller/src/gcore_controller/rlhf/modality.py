@@ -298,7 +298,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def group_from_state(self, state: State) -> GroupT:
         """Return the group whose `PromptGroup.state` this is."""
 
-    def restarted(self, group: GroupT) -> GroupT:
+    def restart(self, group: GroupT) -> GroupT:
         """Return an unfinished group without any sample; needed only with partial rollout."""
         del group
         raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")

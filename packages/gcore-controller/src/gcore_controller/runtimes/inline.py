@@ -35,7 +35,6 @@ from gcore_controller.rlhf.events import Recorder
 from gcore_controller.runtimes.backend import Recovery
 from gcore_controller.trainer_client import (
     DeviceTurns,
-    Lending,
     PolicyEngine,
     TrainerClient,
     check_weights,
@@ -310,9 +309,8 @@ class SharedTrainerClient(TrainerClient[BatchT]):
         *,
         num_ranks: int = 0,
         turns: DeviceTurns | None = None,
-        lending: Lending | None = None,
     ) -> None:
-        super().__init__(group, devices, turns=turns, lending=lending)
+        super().__init__(group, devices, turns=turns)
         self._trainer = trainer
         self._ranks = [rank_name(rank) for rank in range(num_ranks)]
 
@@ -366,13 +364,12 @@ def share_trainer(
     roles: Callable[..., OwnRolesT],
     num_ranks: int = 0,
     turns: DeviceTurns | None = None,
-    lending: Lending | None = None,
 ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
     """Return the program for controllers of this process that share a trainer group.
 
     ``program`` is for a controller that has a `TrainerClient`, in the class ``roles``, which has the fields of the
     shared roles and ``learner``, the client. ``num_ranks`` is the number of ranks whose work is recorded; ``turns`` are
-    those of the ranks and the engines, where they share devices; ``lending`` says when, where ranks lend theirs.
+    those of the ranks and the engines, where they share devices.
     """
 
     async def run(ctx: Context[Any]) -> None:
@@ -382,7 +379,6 @@ def share_trainer(
             ctx.roles.devices,
             num_ranks=num_ranks,
             turns=turns,
-            lending=lending,
         )
         await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
 

@@ -46,6 +46,7 @@ class Assignment:
     def __post_init__(self) -> None:
         self.loads = sum_per_part(self.part_of, self.costs, self.num_parts)
         self.filled = sum_per_part(self.part_of, self.weights, self.num_parts)
+        self._order = np.arange(len(self.costs))[::-1]
 
     @property
     def makespan(self) -> float:
@@ -110,36 +111,15 @@ class Assignment:
         helps = (shift > 0) & (shift < 2 * half_gap)
         return np.where(possible & fits & helps, np.abs(shift - half_gap), np.inf)
 
+    def find_exchanges(self, heavy: Ints, light: Ints) -> "Exchanges":
+        """Return the best exchange of each pair `heavy[i]`, `light[i]`; pairs without one that helps are left out.
 
-Exchanges = tuple[Ints, Ints, Ints, Ints]
-"""Heavy and light parts, [num_pairs], and the items of each that change sides, [num_pairs, num_items]; a light part's
-may be NOTHING. The load that is shifted is above 0, and below the gap."""
-
-
-def _shift(amounts: Floats, heavy_items: Ints, light_items: Ints) -> Floats:
-    """Return the amount that exchanges take from the heavy part to the light one: [...]."""
-    return amounts[heavy_items].sum(axis=-1) - np.where(
-        light_items == NOTHING, 0.0, amounts[light_items]
-    ).sum(axis=-1)
-
-
-class ExchangeSearch:
-    """Finds swaps and moves in an assignment that others change between calls.
-
-    Every item of a pair's heavy part looks up, by bisection in the sorted costs of the light part, the partner that
-    makes the load that is shifted nearest to half the gap.
-    """
-
-    def __init__(self, assignment: Assignment) -> None:
-        self._assignment = assignment
-        self._order = np.arange(len(assignment.costs))[::-1]
-
-    def best(self, heavy: Ints, light: Ints) -> Exchanges:
-        """Return the best exchange of each pair `heavy[i]`, `light[i]`; pairs without one that helps are left out."""
-        state = self._assignment
+        Every item of a pair's heavy part looks up, by bisection in the sorted costs of the light part, the partner that
+        makes the load that is shifted nearest to half the gap.
+        """
         keys = self._sort_by_part_then_cost()
-        counts = np.bincount(state.part_of, minlength=state.num_parts)
-        uneven = (state.loads[heavy] > state.loads[light]) & (counts[heavy] > 0)
+        counts = np.bincount(self.part_of, minlength=self.num_parts)
+        uneven = (self.loads[heavy] > self.loads[light]) & (counts[heavy] > 0)
         heavy = heavy[uneven]
         light = light[uneven]
         ends = np.cumsum(counts)
@@ -153,17 +133,17 @@ class ExchangeSearch:
         light = light[pair]
         heavy_items = self._order[starts[heavy] + np.arange(len(pair)) - first_query[pair]]
 
-        half_gap = (state.loads[heavy] - state.loads[light]) / 2
+        half_gap = (self.loads[heavy] - self.loads[light]) / 2
         above = np.searchsorted(
-            keys, 2 * light + np.maximum(state.costs[heavy_items] - half_gap, 0.0)
+            keys, 2 * light + np.maximum(self.costs[heavy_items] - half_gap, 0.0)
         )
         # Rounding in `loads` must not let a part give away its only item.
         light_items = np.full(len(pair), NOTHING)
-        miss = state.miss(heavy, light, heavy_items[:, None], light_items[:, None], sizes[pair] > 1)
+        miss = self.miss(heavy, light, heavy_items[:, None], light_items[:, None], sizes[pair] > 1)
         for position in (above - 1, above):
             inside = (position >= starts[light]) & (position < ends[light])
             partner = self._order[np.where(inside, position, 0)]
-            partner_miss = state.miss(heavy, light, heavy_items[:, None], partner[:, None], inside)
+            partner_miss = self.miss(heavy, light, heavy_items[:, None], partner[:, None], inside)
             better = partner_miss < miss
             light_items[better] = partner[better]
             miss[better] = partner_miss[better]
@@ -180,10 +160,22 @@ class ExchangeSearch:
 
     def _sort_by_part_then_cost(self) -> Floats:
         """Sort `_order` again and return its keys; few items have moved since, which a stable sort is quick at."""
-        keys = 2 * self._assignment.part_of[self._order] + self._assignment.costs[self._order]
+        keys = 2 * self.part_of[self._order] + self.costs[self._order]
         resort = np.argsort(keys, kind="stable")
         self._order = self._order[resort]
         return keys[resort]
+
+
+Exchanges = tuple[Ints, Ints, Ints, Ints]
+"""Heavy and light parts, [num_pairs], and the items of each that change sides, [num_pairs, num_items]; a light part's
+may be NOTHING. The load that is shifted is above 0, and below the gap."""
+
+
+def _shift(amounts: Floats, heavy_items: Ints, light_items: Ints) -> Floats:
+    """Return the amount that exchanges take from the heavy part to the light one: [...]."""
+    return amounts[heavy_items].sum(axis=-1) - np.where(
+        light_items == NOTHING, 0.0, amounts[light_items]
+    ).sum(axis=-1)
 
 
 MAX_SUMS = 1 << 16
@@ -200,9 +192,9 @@ def swap_pairs(
 ) -> None:
     """Make the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.
 
-    As in `ExchangeSearch`, for the sums of two items. Only so many items of a part are tried, evenly spaced by cost,
-    others in each round. No part occurs twice in `heavy` and `light`; pairs whose heavy part has at most the target are
-    left alone.
+    As in `Assignment.find_exchanges`, for the sums of two items. Only so many items of a part are tried, evenly spaced
+    by cost, others in each round. No part occurs twice in `heavy` and `light`; pairs whose heavy part has at most the
+    target are left alone.
     """
     order, counts, starts = by_part(assignment.part_of, assignment.num_parts)
     chosen = assignment.loads[heavy] > np.maximum(target, assignment.loads[light])
@@ -305,7 +297,6 @@ def refine(assignment: Assignment, *, lower_bound: float, tolerance: float = 0.0
 
 def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> None:
     half = assignment.num_parts // 2
-    search = ExchangeSearch(assignment)
     seen: deque[float] = deque(maxlen=PATIENCE)
     for number in range(MAX_ROUNDS):
         makespan = assignment.makespan
@@ -314,7 +305,7 @@ def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> Non
             return
         seen.append(makespan)
         ranked = np.argsort(assignment.loads, kind="stable")
-        assignment.apply(search.best(ranked[::-1][:half], ranked[:half]))
+        assignment.apply(assignment.find_exchanges(ranked[::-1][:half], ranked[:half]))
         if assignment.makespan - lower_bound <= WORTHWHILE * (makespan - lower_bound):
             continue
         ranked = np.argsort(assignment.loads, kind="stable")
@@ -322,7 +313,7 @@ def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> Non
         if assignment.makespan < makespan:
             continue
         ranked = np.argsort(assignment.loads, kind="stable")
-        heavy, light, heavy_items, light_items = search.best(
+        heavy, light, heavy_items, light_items = assignment.find_exchanges(
             np.repeat(ranked[-1:], len(ranked) - 1), ranked[:-1]
         )
         if not len(heavy):

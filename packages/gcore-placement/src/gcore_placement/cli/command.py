@@ -280,9 +280,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
     if arguments.save_trace is not None:
         simulator.trace.save(arguments.save_trace)
     if arguments.html is not None:
-        arguments.html.write_text(
-            page([comparison], timelines=_simulate_timelines(simulator, comparison))
-        )
+        arguments.html.write_text(page(comparison, _simulate_timelines(simulator, comparison)))
         print(f"page: {arguments.html}")
 
 

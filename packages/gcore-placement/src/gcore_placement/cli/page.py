@@ -43,18 +43,15 @@ _LINES = {
 
 
 def page(
-    comparisons: Sequence[Comparison],
-    *,
-    timelines: Sequence[tuple[str, tuple[EngineRun, EngineRun]]] = (),
+    comparison: Comparison, timelines: Sequence[tuple[str, tuple[EngineRun, EngineRun]]]
 ) -> str:
-    """Return the page: for each comparison a table, bars of device-seconds and lines over the steps.
+    """Return the page: a table, bars of device-seconds, lines over the steps, and timelines.
 
     A timeline, of the runs of one wave, shows the devices that are busy over time.
     """
-    parts = [_render_comparison(comparison) for comparison in comparisons]
-    if timelines:
-        parts.append("<h2>Busy replicas over one wave</h2>")
-        parts += [f"<h3>{escape(name)}</h3>{_draw_timeline(runs)}" for name, runs in timelines]
+    parts = [_render_comparison(comparison), "<h2>Busy replicas over one wave</h2>"]
+    for name, runs in timelines:
+        parts.append(f"<h3>{escape(name)}</h3>{_draw_timeline(runs)}")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>gcore-placement simulate</title>'
         f"<style>{_STYLE}</style><h1>Placement strategies, simulated</h1>{''.join(parts)}</html>\n"

@@ -48,7 +48,7 @@ def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
         "model": _model_folder(model),
         "runtime": "ray",
         # One a node, each with an engine or more of its own.
-        "controllers": min(nodes, policy.num_replicas),
+        "controllers": min(nodes, policy.num_engines),
         "data": {
             "train_batch_size": job.train_batch_size,
             "max_prompt_length": int(job.prompt_lengths.longest),
@@ -57,8 +57,8 @@ def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
         "rollout": {
             "engine": "vllm",
             "n": job.n,
-            "num_processes": policy.num_replicas,
-            "tensor_parallel_size": policy.tensor_model_parallel_size,
+            "num_processes": policy.num_engines,
+            "tensor_parallel_size": policy.devices_per_engine,
             "max_num_seqs": policy.max_num_seqs,
             "colocated": True,
         },
@@ -83,8 +83,8 @@ def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
             "path": _model_folder(judge),
             "judge": {
                 "engine": "vllm",
-                "num_processes": plan.judge.num_replicas,
-                "tensor_parallel_size": plan.judge.tensor_model_parallel_size,
+                "num_processes": plan.judge.num_engines,
+                "tensor_parallel_size": plan.judge.devices_per_engine,
                 "max_response_length": int(job.judge_lengths.longest),
             },
         }

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from gcore_placement.errors import make_extra_error
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
-from gcore_placement.planning.options import EnginePlan
+from gcore_placement.planning.layouts import EngineLayout
 from gcore_placement.planning.planner import Plan
 from gcore_placement.quantities import gigabytes
 from gcore_placement.simulation.simulator import IDLE, Comparison
@@ -160,8 +160,8 @@ def _build_table(
     return table
 
 
-def _describe_engines(engines: EnginePlan) -> str:
+def _describe_engines(engines: EngineLayout) -> str:
     return (
-        f"{engines.num_replicas} engine{'s' * (engines.num_replicas != 1)} of TP {engines.tensor_model_parallel_size}, "
+        f"{engines.num_engines} engine{'s' * (engines.num_engines != 1)} of TP {engines.devices_per_engine}, "
         f"{engines.max_num_seqs} sequences each"
     )

@@ -1,4 +1,4 @@
-"""Layouts of training over devices."""
+"""Layouts of engines and of training over devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.forecast import Job
-from gcore_placement.quantities import Floats
+from gcore_placement.quantities import Checked, Floats, Positive
 from gcore_placement.workload.model_shape import ModelShape
 
 Backend = Literal["torch", "megatron"]
@@ -18,6 +18,45 @@ Backend = Literal["torch", "megatron"]
 _MOST_CONTEXT_PARALLEL = 8
 _TOKENS_IN_LONGEST = (1, 2, 4, 8)
 """Token budgets of a micro-batch to try, in longest sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayout(Checked):
+    """The engines of a role, all alike.
+
+    Example:
+        >>> policy = ModelShape(qkv_bias=True, workload=TransformerWorkload(
+        ...     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        ...     num_key_value_heads=4, head_dim=128, vocab_size=152064))
+        >>> lengths = Lengths.recorded([1024])
+        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
+        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        ...     context_parallel_size=1, data_parallel_size=8, gradient_checkpointing=True, ppo_max_token_len=8192)
+        >>> cluster = Cluster(num_devices=8, device=Device.named("H100"))
+        >>> for engines in (EngineLayout(num_engines=8), EngineLayout(num_engines=2, devices_per_engine=4)):
+        ...     print(engines.num_devices, round(predict_layout(cluster, job, layout, engines).generation_s, 1))
+        8 11.7
+        8 10.4
+    """
+
+    num_engines: Positive
+    devices_per_engine: Positive = 1
+    max_num_seqs: Positive = 256
+    """Most sequences of each at once, also by the memory for their keys and values."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all engines."""
+        return self.num_engines * self.devices_per_engine
+
+    def to_dict(self) -> dict[str, int]:
+        """Return plain data, for JSON, by the names of a plan's file."""
+        return {
+            "tensor_model_parallel_size": self.devices_per_engine,
+            "num_replicas": self.num_engines,
+            "num_devices": self.num_devices,
+            "max_num_seqs": self.max_num_seqs,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +164,13 @@ def training_layouts(
     tp_sizes = [
         tp
         for tp in powers(node)
-        if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)
+        if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained_models)
     ]
     divisors = [pp for pp in range(1, num_devices + 1) if num_devices % pp == 0]
     pp_sizes = [
-        pp for pp in divisors if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained)
+        pp
+        for pp in divisors
+        if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained_models)
     ]
     layouts: list[TrainingLayout] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):

@@ -173,7 +173,7 @@ def training_memory(
     gathered: list[Floats] = []
     unsynced: list[Floats] = []
     values: list[Floats] = []
-    for number, model in enumerate(job.trained):
+    for number, model in enumerate(job.trained_models):
         # Experts that are divided over more ranks are on fewer that share their moments.
         trained = held_parameters(model, layouts)
         stepped = _tensor_parallel_parameters(model, layouts)
@@ -204,7 +204,7 @@ def training_memory(
         inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
         whole_layers = (layers - checkpointed) * model.activations_per_token
         values.append((whole_layers + inputs * model.workload.hidden_size) / layouts.tp)
-    largest_layer = max(model.activations_per_token for model in job.trained)
+    largest_layer = max(model.activations_per_token for model in job.trained_models)
     layer_bytes = activations * compute_bytes * tokens * (largest_layer / layouts.tp)
     vocab_size = job.policy.workload.vocab_size / layouts.tp
     chunk = np.minimum(state.max_logits, tokens * vocab_size)

@@ -18,6 +18,7 @@ from gcore_placement.forecast import (
 )
 from gcore_placement.planning.layouts import (
     Backend,
+    EngineLayout,
     TrainingLayouts,
     count_micro_batches,
     divides_heads,
@@ -30,6 +31,7 @@ from gcore_placement.planning.memory import (
     Bytes,
     EngineMemory,
     TrainingState,
+    offloaded_optimizer_bytes,
     resident_state,
     total,
     training_memory,
@@ -149,17 +151,6 @@ _MEMORY_STEPS = 128
 """Free memory is rounded down to this share of a device's, so that few tables serve all layouts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnginePlan:
-    """A role's engines, all alike."""
-
-    tensor_model_parallel_size: int
-    num_replicas: int
-    num_devices: int
-    """Devices of the role while it works; all of them in the colocated strategy."""
-    max_num_seqs: int
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engines:
     """Engines of one size on 1, 2, ... replicas. Arrays end in that axis, [num_replicas]."""
@@ -173,12 +164,11 @@ class Engines:
     last_s: Floats
     """Seconds of the last judgement; 0 for a policy."""
 
-    def plan(self, num_replicas: int) -> EnginePlan:
-        """Return the plan of `num_replicas`."""
-        return EnginePlan(
-            tensor_model_parallel_size=self.tp,
-            num_replicas=num_replicas,
-            num_devices=num_replicas * self.tp,
+    def layout(self, num_replicas: int) -> EngineLayout:
+        """Return the layout of `num_replicas`."""
+        return EngineLayout(
+            num_engines=num_replicas,
+            devices_per_engine=self.tp,
             max_num_seqs=int(self.laws.max_num_seqs[num_replicas - 1]),
         )
 
@@ -329,7 +319,7 @@ def training_laws(
         return np.array([cluster.link_bytes_per_s(int(size)) for size in sizes]) * efficiency.links
 
     base = per_token = per_pair = computed = np.zeros(len(layouts))
-    for number, model in enumerate(job.trained):
+    for number, model in enumerate(job.trained_models):
         w = model.workload
         is_frozen = bool(state.adapter_parameters) and not number
         first_share = 1 - _FORWARD if is_frozen else 1.0
@@ -397,9 +387,9 @@ def training_laws(
         per_token_s=per_token,
         per_pair_s=per_pair,
         forward_share=_FORWARD
-        * sum(m.workload.flops_per_token for m in job.trained)
+        * sum(m.workload.flops_per_token for m in job.trained_models)
         / computed
-        / len(job.trained),
+        / len(job.trained_models),
         num_forward_passes=job.num_forward_passes,
     )
 
@@ -441,10 +431,10 @@ class TrainingOptions:
         self.total_bytes = total(self.memory)
         self.state_bytes = resident_state(self.memory)
         self.host_bytes = np.zeros(len(self.layouts))
-        """Bytes in the host's memory at all times: of an optimizer that is offloaded, and of the gradients it gets."""
+        """Bytes in the host's memory at all times, of an optimizer that is offloaded."""
         if state.offload != "none":
             on_devices = training_memory(job, self.layouts, state=replace(state, offload="none"))
-            self.host_bytes = on_devices["optimizer"] + on_devices["gradients"]
+            self.host_bytes = offloaded_optimizer_bytes(on_devices["gradients"], job, state)
         laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
         self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(

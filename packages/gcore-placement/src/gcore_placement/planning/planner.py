@@ -10,9 +10,9 @@ from gcore_placement.errors import refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
 from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.layouts import TrainingLayout
+from gcore_placement.planning.layouts import EngineLayout, TrainingLayout
 from gcore_placement.planning.memory import LORA_RANK, parts_at
-from gcore_placement.planning.options import EnginePlan, Setting
+from gcore_placement.planning.options import Setting
 from gcore_placement.planning.unfit import (
     least_training_bytes,
     nothing_fits,
@@ -43,8 +43,8 @@ class Plan:
     num_devices: int
     """Devices that the plan uses."""
     strategy: Strategy
-    policy: EnginePlan
-    judge: EnginePlan | None
+    policy: EngineLayout
+    judge: EngineLayout | None
     training: TrainingLayout
     offload: bool
     """Weights, gradients and moments go to the host's memory while engines work."""
@@ -78,7 +78,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
-        return {**asdict(self), "step_s": self.step_s, "peak_bytes": self.peak_bytes}
+        return {
+            **asdict(self),
+            "policy": self.policy.to_dict(),
+            "judge": self.judge.to_dict() if self.judge else None,
+            "step_s": self.step_s,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def plan(
@@ -157,7 +163,7 @@ def _plan(
     index = chosen.training.layout
     moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
     sync_s = candidates.sync_s(chosen.policy, chosen.num_devices)
-    policy = chosen.policy.plan(chosen.policy_replicas)
+    policy = chosen.policy.layout(chosen.policy_replicas)
     judge = None
     judge_costs = None
     judge_devices = 0
@@ -167,7 +173,7 @@ def _plan(
         "generation": {**parts_at(chosen.policy.memory, chosen.policy_replicas - 1), **state},
     }
     if chosen.judge:
-        judge = chosen.judge.plan(chosen.judge_replicas)
+        judge = chosen.judge.layout(chosen.judge_replicas)
         judge_costs = chosen.judge.laws.costs(chosen.judge_replicas - 1)
         judge_devices = judge.num_devices
         memory["reward"] = {**parts_at(chosen.judge.memory, chosen.judge_replicas - 1), **state}

@@ -1,6 +1,6 @@
 """The predicted step of a given placement, by the laws with which plans are compared."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,41 +9,11 @@ from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCost
 from gcore_placement.errors import refusal
 from gcore_placement.forecast import Job, StepTime, predict_step
 from gcore_placement.planning.candidates import swap_costs, sync_seconds
-from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts
+from gcore_placement.planning.layouts import EngineLayout, TrainingLayout, TrainingLayouts
 from gcore_placement.planning.memory import resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
-from gcore_placement.quantities import CheckedQuantities, Floats, Positive
+from gcore_placement.quantities import Floats
 from gcore_placement.strategies import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLayout(CheckedQuantities):
-    """The engines of a role, all alike.
-
-    Example:
-        >>> policy = ModelShape(qkv_bias=True, workload=TransformerWorkload(
-        ...     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        ...     num_key_value_heads=4, head_dim=128, vocab_size=152064))
-        >>> lengths = Lengths.recorded([1024])
-        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
-        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        ...     context_parallel_size=1, data_parallel_size=8, gradient_checkpointing=True, ppo_max_token_len=8192)
-        >>> cluster = Cluster(num_devices=8, device=Device.named("H100"))
-        >>> for engines in (EngineLayout(num_engines=8), EngineLayout(num_engines=2, devices_per_engine=4)):
-        ...     print(engines.num_devices, round(predict_layout(cluster, job, layout, engines).generation_s, 1))
-        8 11.7
-        8 10.4
-    """
-
-    num_engines: Positive
-    devices_per_engine: Positive = 1
-    max_num_seqs: Positive = 256
-    """Most sequences of each at once, also by the memory for their keys and values."""
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all engines."""
-        return self.num_engines * self.devices_per_engine
 
 
 def predict_layout(

@@ -244,7 +244,7 @@ class RunningLedger:
         self._stages[rank] = stage
 
     @contextmanager
-    def whole(self, work: str, busy_share: float) -> Generator[None]:
+    def occupy_all(self, work: str, busy_share: float) -> Generator[None]:
         """Count all devices as doing ``work`` inside the block, busy for a share of the time on average."""
         self._advance()
         assert self._whole is None, f"{work} started during {self._whole}"

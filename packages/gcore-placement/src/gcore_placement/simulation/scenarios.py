@@ -6,7 +6,7 @@ wake takes a 32B model 35 s, of the 30 to 60 s that G-Core (arXiv 2507.22789, se
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
@@ -51,24 +51,16 @@ JOBS = {
 """Costs by the size of the policy; the judge has the same size, or its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """A cluster and its batch size."""
-
-    num_devices: int
-    train_batch_size: int
-    unit_devices: int
-    """Least devices to move at once: a replica, nodes, or racks."""
-
-
 SCALES = {
-    37: Scale(num_devices=37, train_batch_size=148, unit_devices=1),
-    64: Scale(num_devices=64, train_batch_size=256, unit_devices=4),
-    512: Scale(num_devices=512, train_batch_size=1024, unit_devices=16),
-    10_000: Scale(num_devices=10_000, train_batch_size=8192, unit_devices=400),
+    37: (148, 1),
+    64: (256, 4),
+    512: (1024, 16),
+    10_000: (8192, 400),
 }
-"""Scales by devices. Batches grow less than clusters do: 64, 64, 32 and 13 responses per device, 16 per prompt. On 37
-devices, engines of 4 leave one unassigned."""
+"""The batch size of a cluster by its devices, and the least devices to move at once: a replica, nodes, or racks.
+
+Batches grow less than clusters do: 64, 64, 32 and 13 responses per device, 16 per prompt. On 37 devices, engines of 4
+leave one unassigned."""
 
 _STEADY = TraceRecipe(
     name="steady",
@@ -218,20 +210,20 @@ def scenario(
     check_known("job", job, JOBS)
     check_known("devices", num_devices, SCALES)
     costs = costs or JOBS[job]
-    size = SCALES[num_devices]
+    train_batch_size, unit_devices = SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(
-            num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed
+            num_steps=num_steps or 60, num_prompts=train_batch_size, seed=seed
         )
     elif trace is None:
         trace = resize(
-            recipes[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed
+            recipes[name], num_steps=num_steps, train_batch_size=train_batch_size, seed=seed
         ).trace()
     assert costs.reward is not None
     policy = RoleLimits(devices_per_replica=costs.policy.devices_per_replica)
     reward = RoleLimits(devices_per_replica=costs.reward.devices_per_replica)
     space = PartitionSpace(
-        num_devices=num_devices, roles=(policy, reward), unit_devices=size.unit_devices
+        num_devices=num_devices, roles=(policy, reward), unit_devices=unit_devices
     )
     return Simulator(trace, costs, space, progress=progress)
 

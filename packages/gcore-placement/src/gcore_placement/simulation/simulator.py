@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -13,13 +12,12 @@ from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.config import DynamicPartitionConfig
 from gcore_placement.partition.dynamic_partition import DynamicPartition
-from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
+from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.waves import (
     WaveOutcome,
-    engine_works,
+    engine_loads,
     least_seconds,
-    reward_costs,
     simulate_waves,
 )
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
@@ -70,9 +68,7 @@ def wave_loads(
     believed: JobCosts, sampled: TraceWave, wave: WaveOutcome
 ) -> tuple[RoleLoad, RoleLoad]:
     """Return the loads of policy and reward that a live run would observe, with `believed` as its costs."""
-    policy, reward = engine_works(sampled)
-    policy_work, policy_floor_s = engine_load(believed.policy, policy)
-    reward_work, reward_floor_s = engine_load(reward_costs(believed), reward)
+    (policy_work, policy_floor_s), (reward_work, reward_floor_s) = engine_loads(believed, sampled)
     # Replicas that start late end late, whatever their work.
     was_late = wave.late_s > 0
     return (
@@ -276,19 +272,23 @@ class Simulator:
         is_within_step = False
         for number, wave in enumerate(self._waves):
             partition = policy.partition
-            moves: dict[str, Any] = {}
             if outcomes and outcomes[-1].replicas != partition.replicas:
-                late_s = config.move_within_s if is_within_step else config.move_s
-                moves = {"before": outcomes[-1].replicas, "late_s": late_s}
-                (outcome,) = simulate_waves(self.costs, [wave], partition, **moves)
+                (outcome,) = simulate_waves(
+                    self.costs,
+                    [wave],
+                    partition,
+                    before=outcomes[-1].replicas,
+                    late_s=config.move_within_s if is_within_step else config.move_s,
+                    lends=lends,
+                )
                 self._progress(1)
             else:
                 index = self.space.index(partition)
                 # The rest of its step is simulated with it.
                 self._simulate(range(number, next(end for end in self._end if end > number)), index)
                 outcome = self._known[number, index]
-            if lends and outcome.queued_until_s > outcome.spare_s:
-                (outcome,) = simulate_waves(self.costs, [wave], partition, lends=True, **moves)
+                if lends and outcome.queued_until_s > outcome.spare_s:
+                    (outcome,) = simulate_waves(self.costs, [wave], partition, lends=True)
             outcomes.append(outcome)
             partitions.append(partition)
             is_within_step = number + 1 not in self._end

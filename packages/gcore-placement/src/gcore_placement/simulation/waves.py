@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcore_placement.costs import EngineCosts, JobCosts
-from gcore_placement.partition.space import EngineWork, Partition, engine_load
+from gcore_placement.partition.space import Partition, engine_load
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
 from gcore_placement.simulation.loans import EngineLoan, judge_with_loans, replicas_done_s
@@ -61,7 +61,8 @@ def simulate_waves(
         before: the previous replicas of the policy and of the reward; a role's new replicas, its last ones, start
             the first wave late.
         late_s: seconds by which new replicas are late.
-        lends: engines become judges within the wave, as in `judge_with_loans`; only for one wave side by side.
+        lends: engines that are done become judges while judgements wait, as in `judge_with_loans`; only for one wave
+            side by side.
     """
     assert not lends or (len(waves) == 1 and isinstance(layout, Partition)), (
         "loans are those of one wave side by side"
@@ -75,10 +76,12 @@ def simulate_waves(
         if before is not None and not first:
             late = (max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1]))
         generated, judged = run_waves(costs, chunk, layout, late, late_s)
-        loans: list[EngineLoan] = []
-        if lends:
-            judged, loans = judge_with_loans(costs, replicas, generated, judged)
         starts = wave_starts(chunk)
+        done_R = replicas_done_s(generated, len(chunk) * replicas[0])
+        spare_W = done_R.reshape(len(chunk), -1).min(axis=1)
+        loans: list[EngineLoan] = []
+        if lends and _queued_until_s(judged, starts)[0] > spare_W[0]:
+            judged, loans = judge_with_loans(costs, replicas, generated, judged)
         arrival = judged.requests.arrival
         generation_W = np.maximum.reduceat(generated.finish, starts)
         end_W = np.maximum.reduceat(judged.finish, starts)
@@ -87,10 +90,7 @@ def simulate_waves(
         judged_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
         alone_Q = _judged_alone_s(reward, judged.requests)
         uncontended_W = np.maximum.reduceat(arrival + alone_Q, starts)
-        queued_Q = np.where(judged.start > arrival, judged.start, 0.0)
-        queued_W = np.maximum.reduceat(queued_Q, starts)
-        done_R = replicas_done_s(generated, len(chunk) * replicas[0])
-        spare_W = done_R.reshape(len(chunk), -1).min(axis=1)
+        queued_W = _queued_until_s(judged, starts)
         num_lent = sum(loan.num_devices for loan in loans)
         at_end = (
             replicas[0] - num_lent // policy.devices_per_replica,
@@ -130,6 +130,12 @@ def simulate_waves(
             )
             outcomes.append(outcome)
     return outcomes
+
+
+def _queued_until_s(run: EngineRun, starts: Ints) -> Floats:
+    """Return the seconds until no request of each wave waits: [W]."""
+    queued_Q = np.where(run.start > run.requests.arrival, run.start, 0.0)
+    return np.maximum.reduceat(queued_Q, starts)
 
 
 def _idle_in_turns(
@@ -255,7 +261,7 @@ def least_seconds(costs: JobCosts, waves: Sequence[TraceWave], partition: Partit
         alone_Q = judgements.arrival + _judged_alone_s(reward, judgements)
         alone_W = np.maximum.reduceat(alone_Q, starts).tolist()
         for wave, first_s, alone_s in zip(chunk, first_W, alone_W, strict=True):
-            judging_device_s, _ = engine_load(reward, engine_works(wave)[1])
+            _, (judging_device_s, _) = engine_loads(costs, wave)
             bounds.append(max(first_s + judging_device_s / partition.devices[1], alone_s) * _BOUND)
     return np.array(bounds)
 
@@ -343,16 +349,20 @@ def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     )
 
 
-def engine_works(wave: TraceWave) -> tuple[EngineWork, EngineWork]:
-    """Return the work of the policy and of the judge in a wave, whatever the partition."""
+def engine_loads(
+    costs: JobCosts, wave: TraceWave
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the `engine_load` of the policy and of the judge in a wave, whatever the partition."""
     prompts = wave.prompt_length[:, None]
-    policy = EngineWork(
+    policy = engine_load(
+        costs.policy,
         num_tokens=float(wave.response_length.sum()),
         num_context_tokens=_context_tokens(prompts, wave.response_length),
         num_prefill_tokens=float(prompts.sum()),
         longest=float(wave.response_length.max()),
     )
-    judge = EngineWork(
+    judge = engine_load(
+        reward_costs(costs),
         num_tokens=float(wave.judge_length.sum()),
         num_context_tokens=_context_tokens(wave.judged_length, wave.judge_length),
         num_prefill_tokens=float(wave.judged_length.sum()),

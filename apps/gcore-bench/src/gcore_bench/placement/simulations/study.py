@@ -133,7 +133,7 @@ def list_broken_conditions(num_steps: int) -> Cases:
 
 
 def _simulate(recipe: TraceRecipe, costs: JobCosts, num_steps: int, *, seed: int) -> Simulator:
-    batch = SCALES[_NUM_DEVICES].train_batch_size
+    batch, _ = SCALES[_NUM_DEVICES]
     trace = resize(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
     return scenario(recipe.name, _JOB, _NUM_DEVICES, trace=trace, costs=costs)
 

@@ -271,8 +271,9 @@ class RayTrainerClient(TrainerClient[BatchT]):
                 devices=devices,
                 ranks=self._own_ranks,
                 current=None,
+                lending=lending,
             )
-        super().__init__(group, devices, turns=turns, lending=lending)
+        super().__init__(group, devices, turns=turns)
         self._ranks = ranks
         self._cost_of = cost_of
         self._sent: Any = None
