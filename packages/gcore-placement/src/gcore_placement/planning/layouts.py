@@ -10,7 +10,7 @@ import numpy as np
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.forecast import Job
-from gcore_placement.quantities import Checked, Floats, Positive
+from gcore_placement.quantities import CheckedQuantities, Floats, Positive
 from gcore_placement.workload.model_shape import ModelShape
 
 Backend = Literal["torch", "megatron"]
@@ -21,7 +21,7 @@ _TOKENS_IN_LONGEST = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLayout(Checked):
+class EngineLayout(CheckedQuantities):
     """The engines of a role, all alike.
 
     Example:
