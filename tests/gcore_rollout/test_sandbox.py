@@ -564,8 +564,9 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
     ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"],
 )
 def test_bad_limits(field: str) -> None:
+    limits: dict[str, Any] = {field: 0}
     with pytest.raises(RolloutError, match=f"{field} is 0; expected more than 0"):
-        Sandbox(**{field: 0})
+        Sandbox(**limits)
 
 
 @pytest.mark.parametrize(
