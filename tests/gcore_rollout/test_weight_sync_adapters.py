@@ -136,12 +136,13 @@ async def test_an_engine_of_images_follows_a_trainer_by_adapters(tmp_path: Path)
             for name, value in vars(made[0].trajectory).items()
             if name not in _OF_ENGINES
         }
-        [[scores]] = score_steps(policy, [[DiffusionSample(**given, **steps)]], kernel)
+        sample = DiffusionSample(**given, **steps)
+        [[(_, log_probs)]] = score_steps(policy, [[sample]], kernel)
         torch.testing.assert_close(
-            *map(torch.from_numpy, (scores.log_probs, made[0].trajectory.log_probs))
+            *map(torch.from_numpy, (log_probs, made[0].trajectory.log_probs))
         )
-        [[initial]] = score_steps(policy.initial(), [[DiffusionSample(**given, **steps)]], kernel)
-        assert abs(initial.log_probs - scores.log_probs).max() > 1e-3
+        [[(_, initial)]] = score_steps(policy.initial(), [[sample]], kernel)
+        assert abs(initial - log_probs).max() > 1e-3
     await engine.close()
 
 
