@@ -12,12 +12,18 @@ from tiny_pipelines import flow_pipeline
 from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import DiffusersEngine, FlowSDE, HFEngine, ImageRequest, ImageSampling
+from gcore_rollout import (
+    DiffusersEngine,
+    FlowSDE,
+    HFEngine,
+    ImageRequest,
+    ImageSampling,
+    WeightMirror,
+)
 from gcore_rollout.weight_sync.updates import (
     A_OF,
     B_OF,
     AdapterWeights,
-    WeightMirror,
     check_adapters,
     merge_adapters,
 )
@@ -130,13 +136,12 @@ async def test_an_engine_of_images_follows_a_trainer_by_adapters(tmp_path: Path)
             for name, value in vars(made[0].trajectory).items()
             if name not in _OF_ENGINES
         }
-        [[(_, log_probs)]] = score_steps(policy, [[DiffusionSample(**given, **steps)]], kernel)
+        sample = DiffusionSample(**given, **steps)
+        [[(_, log_probs)]] = score_steps(policy, [[sample]], kernel)
         torch.testing.assert_close(
             *map(torch.from_numpy, (log_probs, made[0].trajectory.log_probs))
         )
-        [[(_, initial)]] = score_steps(
-            policy.initial(), [[DiffusionSample(**given, **steps)]], kernel
-        )
+        [[(_, initial)]] = score_steps(policy.initial(), [[sample]], kernel)
         assert abs(initial - log_probs).max() > 1e-3
     await engine.close()
 
