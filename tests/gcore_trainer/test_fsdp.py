@@ -167,7 +167,8 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
 
 def test_compiled_layers_are_sharded(rank_server: RankServer, tmp_path: Path) -> None:
     """One layer: to compile it takes most of the time."""
-    path = save_model(Qwen2Config(**SIZES | {"num_hidden_layers": 1}), tmp_path, seed=0)
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1}
+    path = save_model(Qwen2Config(**sizes), tmp_path, seed=0)
     objective = PolicyObjective(PolicyLossConfig())
     steps = steps_of(path, 2)
     expected, _ = train_alone(path, objective, OPTIMIZER, steps)
