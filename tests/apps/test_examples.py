@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from command_line import step_rows
+from command_line import Cli, step_rows
 from forks import FORK
 
 from gcore_llm import TrainConfig, train
@@ -24,10 +24,24 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("checkpoints", "my_advantage", "my_loop", "my_loss", "simulator")
 
 
-def run(name: str, folder: Path) -> str:
-    """Return what an example prints; it may leave nothing behind."""
+WARM = """
+import runpy
+import sys
+from dataclasses import replace
+
+import gcore_llm
+
+recipe = replace(gcore_llm.embedded(), model=sys.argv[1])
+gcore_llm.embedded = lambda: recipe
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+"""Runs an example with the embedded model after its warm-up, which the example would make first."""
+
+
+def run(name: str, folder: Path, *program: str) -> str:
+    """Return what an example prints, run by a program if there is one; it may leave nothing behind."""
     warnings = ("-W", "error::DeprecationWarning:__main__")
-    command = [sys.executable, *FORK, *warnings, EXAMPLES / f"{name}.py"]
+    command = [sys.executable, *FORK, *warnings, *program, EXAMPLES / f"{name}.py"]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=900, check=False
     )
@@ -102,11 +116,19 @@ def test_a_quick_example_runs(name: str, check: Callable[[str], None], tmp_path:
     check(run(name, tmp_path))
 
 
+@pytest.fixture(scope="module")
+def warm_model(shared_cli: Cli) -> Path:
+    """The embedded model after its warm-up."""
+    steps = ("--trainer.total-training-steps", "1", "--data.train-batch-size", "4")
+    shared_cli.ok("train", "--threads", "1", "--device", "cpu", "--name", "warm", *steps)
+    return shared_cli.cwd / "runs/warm/model"
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("name", ["my_loss", "my_advantage"])
-def test_an_example_that_trains_learns(name: str, tmp_path: Path) -> None:
-    (greedy_before, greedy_after), (before, after) = accuracies(run(name, tmp_path))
+def test_an_example_that_trains_learns(name: str, warm_model: Path, tmp_path: Path) -> None:
+    printed = run(name, tmp_path, "-c", WARM, str(warm_model))
+    (greedy_before, greedy_after), (before, after) = accuracies(printed)
     assert greedy_after > greedy_before
     assert after > before
 

@@ -1,6 +1,7 @@
 """`scripts/gpu/accept`: all parts on a CPU with tiny shapes, its reports, and the wheels that an image lacks."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,12 @@ ACCEPT = ROOT / "scripts/gpu/accept"
 
 
 def accept(*options: str) -> "subprocess.CompletedProcess[str]":
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home())}
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "HOME": str(Path.home()),
+        # Of `tests/startup`, by which imports take less time.
+        "PYTHONPATH": os.environ["PYTHONPATH"],
+    }
     return subprocess.run(
         [ACCEPT, *options], env=environment, capture_output=True, text=True, check=False
     )

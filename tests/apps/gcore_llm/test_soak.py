@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import Cli, step_rows
+from command_line import Cli
 from process_tree import grandchildren
 
 pytestmark = pytest.mark.slow
@@ -14,8 +14,8 @@ REWARD = """
 def reward(prompt, completion, row):
     return float(sum(map(ord, completion)) % 3 == 0)
 """
-NUM_STEPS = 300
-SETTLED, LAST = range(60, 120), range(240, NUM_STEPS + 1)
+NUM_STEPS = 200
+SETTLED, LAST = range(60, 100), range(160, NUM_STEPS + 1)
 """Steps over which the memory is taken: the first checkpoints, evaluations and longest rows are behind them."""
 ARGS = [
     *("train", "--threads", "1", "--device", "cpu", "--name", "soak"),
@@ -42,9 +42,14 @@ def resident_bytes(pids: list[int]) -> int:
     return total
 
 
+def num_steps(metrics: Path) -> int:
+    """The training steps in the file of metrics, which is looked at too often to parse it."""
+    return metrics.read_text().count('"sampling/waves"') if metrics.exists() else 0
+
+
 @pytest.mark.parametrize("num_processes", [0, 1])
 def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
-    """Over 300 steps, with the engine in the run's process and in one of its own."""
+    """Over 200 steps, with the engine in the run's process and in one of its own."""
     (cli.cwd / "thirds.py").write_text(REWARD)
     run = cli.cwd / "runs" / "soak"
     command = cli.start(
@@ -52,15 +57,15 @@ def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
     )
     found: dict[int, int] = {}
     while not command.has_ended():
-        time.sleep(0.02)
-        step = len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
+        time.sleep(0.03)
+        step = num_steps(run / "metrics.jsonl")
         if step not in found and (step in SETTLED or step in LAST):
             try:
                 found[step] = resident_bytes([command.pid, *grandchildren(command.pid)])
             except FileNotFoundError:
                 break  # it has just ended
     assert command.wait().code == 0
-    assert len(found) > 40
+    assert len(found) > 30
     settled = statistics.median(found[step] for step in SETTLED if step in found)
     # What is taken for a moment, as for a garbage collection that is late, is no growth.
     last = min(found[step] for step in LAST if step in found)
