@@ -66,10 +66,8 @@ def faulty(engine_class: type[Any], model: Path, fault: str) -> type[Any]:
         def _checked_weights(
             self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool
         ) -> Any:
-            own, new = super()._checked_weights(weights, version, at_once=at_once)
-            return own, (
-                (name, tensor) for name, tensor in new if not (self._drops and name == TENSOR)
-            )
+            new = super()._checked_weights(weights, version, at_once=at_once)
+            return ((name, tensor) for name, tensor in new if not (self._drops and name == TENSOR))
 
         update_weights_in_place = None
 

@@ -147,9 +147,12 @@ def test_ctrl_c_interrupts_a_reward_that_blocks(handler: str) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-async def test_a_trial_has_a_time_limit() -> None:
-    """Of a synchronous reward, too; later calls have none."""
+@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+async def test_a_trial_has_a_time_limit(handler: Any) -> None:
+    """Of a synchronous reward, too, also where a script has started the run with `&`; later calls have none."""
     log: list[str] = []
+    signal.signal(signal.SIGINT, handler)
 
     def reward(prompt: str, *_: object) -> float:
         time.sleep(LONG_S if prompt == "blocks" else 0.2)
@@ -163,6 +166,9 @@ async def test_a_trial_has_a_time_limit() -> None:
             await one.try_on(prompt="blocks", completion="", row={})
     await run(runner)
     assert log == ["p"]
+    # The present pass of the loop ends with its handler as it was.
+    await asyncio.sleep(0)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 async def test_a_call_that_never_returns_does_not_keep_threads_from_ending() -> None:

@@ -15,7 +15,13 @@ from trainer_oracles import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import gcore_trainer.megatron
-from gcore_trainer import ConfigError, LoRAConfig, ParallelConfig, UnsupportedModelError
+from gcore_trainer import (
+    ConfigError,
+    LoRAConfig,
+    ParallelConfig,
+    TrainerError,
+    UnsupportedModelError,
+)
 from gcore_trainer.megatron.adapters import check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
@@ -234,7 +240,7 @@ def test_without_the_extra_the_error_holds_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    with pytest.raises(ImportError, match=r"pip install 'gcore-trainer\[megatron\]'"):
+    with pytest.raises(TrainerError, match=r"pip install 'gcore-trainer\[megatron\]'"):
         runpy.run_path(gcore_trainer.megatron.__file__)
 
 

@@ -47,8 +47,12 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """Oldest weight version that generated any token; None: there is no token yet."""
-        oldest = [int(r.sampled_versions.min()) for r in self.responses if r.sampled_versions.size]
-        return min(oldest, default=None)
+        versions = np.concatenate(
+            [np.zeros(0, np.int32), *(r.sampled_versions for r in self.responses)]
+        )
+        if not versions.size:
+            return None
+        return int(versions.min())
 
     @property
     def aborted(self) -> list[Completion]:

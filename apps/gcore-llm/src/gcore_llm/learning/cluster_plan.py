@@ -275,7 +275,9 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
     device_map = plan.device_map
     cluster = plan.cluster
     sizes = device_map.sizes
-    names: list[MappedRole] = [role for role, processes in device_map.slots_by_role().items() if processes]
+    names: list[MappedRole] = [
+        role for role, processes in device_map.slots_by_role().items() if processes
+    ]
     sections: list[list[list[str]]] = []
     for node in range(math.ceil(cluster.num_devices / cluster.devices_per_node)):
         rows: list[list[str]] = []

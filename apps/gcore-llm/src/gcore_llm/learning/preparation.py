@@ -145,7 +145,7 @@ def _rewards(
         )
     rewards = np.zeros(sample.mask.shape, np.float64)
     last = -1
-    if sample.mask.any():
+    if not sample.mask[last] and sample.mask.any():
         # A response may end in tokens that the policy did not write; rewards there are not read.
         last = np.flatnonzero(sample.mask)[-1]
     rewards[last] = score
@@ -236,11 +236,12 @@ def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDAr
     If the engine ``keeps_cache``, weights may change in the middle of a response, whose later tokens then attend to
     keys and values of older weights, so that the trainer's log-probs differ. Then all of a response counts, or none.
     """
-    written = response.mask
-    if written is None:
-        written = np.ones(response.token_ids.shape, np.bool_)
-    is_present = written & (response.weight_versions == version)
-    return is_present & (not keeps_cache or bool((is_present == written).all()))
+    is_present = response.weight_versions == version
+    if response.mask is not None:
+        is_present &= response.mask
+    if keeps_cache and is_present.sum() < response.sampled_versions.size:
+        return np.zeros(is_present.shape, np.bool_)
+    return is_present
 
 
 def choose(

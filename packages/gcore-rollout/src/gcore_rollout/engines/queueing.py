@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -119,6 +119,8 @@ class QueuedSample(Generic[RequestT, SampleT]):
 
     @property
     def prefix_length(self: "QueuedSample") -> int:
+        if not self.request.prefixes:
+            return 0
         return self.prefix.token_ids.size
 
     @property
@@ -141,19 +143,21 @@ class QueuedSample(Generic[RequestT, SampleT]):
         reason: FinishReason,
     ) -> None:
         """Hand over the completion: the tokens of the prefix, then those given, all of shape [T]."""
-        before = self.prefix
-        self.call.finished.put_nowait(
-            replace(
-                before,
-                # Completions that come back from storage may have other types.
-                token_ids=np.concatenate([before.token_ids, token_ids]).astype(np.int64),
-                log_probs=np.concatenate([before.log_probs, log_probs]).astype(np.float32),
-                weight_versions=np.concatenate([before.weight_versions, weight_versions]).astype(
-                    np.int32
-                ),
-                finish_reason=reason,
-            )
+        if self.prefix_length:
+            before = self.prefix
+            token_ids = np.concatenate([before.token_ids, token_ids])
+            log_probs = np.concatenate([before.log_probs, log_probs])
+            weight_versions = np.concatenate([before.weight_versions, weight_versions])
+        completion = Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            # Copies; a prefix that comes back from storage may have other types.
+            token_ids=token_ids.astype(np.int64),
+            log_probs=log_probs.astype(np.float32),
+            weight_versions=weight_versions.astype(np.int32),
+            finish_reason=reason,
         )
+        self.call.finished.put_nowait(completion)
 
 
 SampleFilter = Callable[[QueuedSample[RequestT, SampleT]], bool]

@@ -359,7 +359,8 @@ class SlowCalls:
             self._thread.start()
         number = next(self._numbers)
         self._running[number] = (time.monotonic(), describe)
-        self._has_calls.set()
+        if not self._has_calls.is_set():
+            self._has_calls.set()
         try:
             yield
         finally:

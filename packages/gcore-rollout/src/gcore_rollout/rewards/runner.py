@@ -66,8 +66,11 @@ async def evaluate(
         RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message quotes both texts.
     """
-    with locate_errors(describe_call(reward, (prompt, completion))):
+    try:
         return check_score(await answer(reward, prompt, completion, row))
+    except Exception:
+        with locate_errors(describe_call(reward, (prompt, completion))):
+            raise
 
 
 async def evaluate_group(
@@ -91,7 +94,8 @@ def check_score(value: object) -> Scored:
     parts = {
         name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()
     }
-    return replace(value, score=_finite("returned a score of", value.score), parts=parts)
+    score = _finite("returned a score of", value.score)
+    return Scored(score=score, parts=parts, feedback=value.feedback, answer=value.answer)
 
 
 def _finite(what: str, value: Any) -> float:
@@ -165,7 +169,7 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
         if guard.is_interrupted:
             relay.remove()
             _interrupted.add(relay.loop)
-            relay.before(signal.SIGINT, None)
+            relay.pass_on(signal.SIGINT, None)
 
 
 class _Relay:
@@ -176,18 +180,24 @@ class _Relay:
 
     _present: "_Relay | None" = None
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, before: Callable[..., object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, before: Any) -> None:
         self.loop = loop
-        self.before = before
+        self._before = before
+        """The handler before, or `signal.SIG_IGN`, as of a program that a script runs in the background."""
         self.guard: _Guard | None = None
         self._has_relayed = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.guard is not None:
+        if self.guard is not None and (callable(self._before) or self.guard.is_expired):
             self.guard.interrupt()
         else:
             self._has_relayed = True
-            self.before(number, frame)
+            self.pass_on(number, frame)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Call the handler before, if it is a function."""
+        if callable(self._before):
+            self._before(number, frame)
 
     @classmethod
     def install(cls) -> "_Relay | None":
@@ -197,7 +207,7 @@ class _Relay:
         loop = asyncio.get_running_loop()
         if cls._present is None or cls._present.loop is not loop:
             before = signal.getsignal(signal.SIGINT)
-            if not callable(before):
+            if before is None or before is signal.SIG_DFL:
                 return None
             cls._present = cls(loop, before)
             signal.signal(signal.SIGINT, cls._present)
@@ -210,7 +220,7 @@ class _Relay:
             return
         _Relay._present = None
         if not self._has_relayed or signal.getsignal(signal.SIGINT) is self:
-            signal.signal(signal.SIGINT, self.before)
+            signal.signal(signal.SIGINT, self._before)
 
 
 class _Guard:

@@ -201,6 +201,10 @@ class HFEngine(QueueingEngine[Request, Completion]):
         self._sources: dict[str, str] = {
             self._published_name(name): first[id(p)] for name, p in parameters
         }
+        self._parameters: dict[str, torch.Tensor] = {
+            self._published_name(name): tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        }
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
         self._hosted = HostWeights([self._model], self._device)
@@ -282,11 +286,11 @@ class HFEngine(QueueingEngine[Request, Completion]):
         Where `sleep` has dropped the old ones, tensors are copied as they come, so that the new ones need not be in
         memory together.
         """
-        parameters, new = self._checked_weights(weights, version, at_once=self._has_weights)
-        for name, tensor in new:
+        for name, tensor in self._checked_weights(weights, version, at_once=self._has_weights):
+            parameter = self._parameters[name]
             if self._is_borrowing:
-                parameters[name].data = torch.empty_like(parameters[name])
-            parameters[name].data.copy_(tensor, non_blocking=True)
+                parameter.data = torch.empty_like(parameter)
+            parameter.data.copy_(tensor, non_blocking=True)
         self._is_borrowing = False
         self._has_taken(version)
         if self._device.type == "cuda":
@@ -301,45 +305,38 @@ class HFEngine(QueueingEngine[Request, Completion]):
         Returns:
             Whether the tensors are in use from now on: they must not change until the next update is done.
         """
-        parameters, checked = self._checked_weights(weights, version, at_once=True)
-        new = dict(checked)
+        new = dict(self._checked_weights(weights, version, at_once=True))
         for name, tensor in new.items():
-            if tensor.device != parameters[name].device or tensor.dtype != parameters[name].dtype:
+            parameter = self._parameters[name]
+            if tensor.device != parameter.device or tensor.dtype != parameter.dtype:
                 await self.update_weights(new.items(), version=version)
                 return False
         for name, tensor in new.items():
-            parameters[name].data = tensor.detach()
+            self._parameters[name].data = tensor.detach()
         self._is_borrowing = True
         self._has_taken(version)
         return True
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
-        parameters = self._parameters()
         if names is None:
             names = list(self._sources)
         tensors = [
-            digest_held_tensor(n, parameters[n].detach, source=self._sources[n]) for n in names
+            digest_held_tensor(n, self._parameters[n].detach, source=self._sources[n])
+            for n in names
         ]
         return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool
-    ) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_update(version)
-        parameters = self._parameters()
-        return parameters, iterate_checked(parameters, weights, at_once=at_once)
+        return iterate_checked(self._parameters, weights, at_once=at_once)
 
     async def close(self) -> None:
         self._stop()
         self._rows = SampleRows(0)
         self._drop_cache()
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return {
-            self._published_name(name): tensor
-            for name, tensor in self._model.state_dict(keep_vars=True).items()
-        }
 
     def _published_name(self, name: str) -> str:
         return self._hub_names.get(name, name)
