@@ -57,7 +57,10 @@ class Handle:
 
 def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
     assert num_threads == 1
-    return Handle(ray.remote(Engine).options(**options, max_restarts=-1).remote(), factory)
+    return Handle(
+        ray.remote(Engine).options(**options, max_restarts=-1, max_task_retries=-1).remote(),
+        factory,
+    )
 
 
 async def end_engine(handle: Any) -> None:
