@@ -250,8 +250,13 @@ def summarise_steps(steps: Sequence[Step], samples_per_step: int) -> Figures:
 def compare(workload: str, rows: Mapping[str, Row], rounds: Rounds) -> list[str]:
     """Return gcore's ratios to each peer, with the aims."""
     lines: list[str] = []
-    ours = [name for name in rows if name.startswith("gcore")]
-    peers = [name for name in rows if name not in ours]
+    ours: list[str] = []
+    peers: list[str] = []
+    for name in rows:
+        if name.startswith("gcore"):
+            ours.append(name)
+        else:
+            peers.append(name)
     for contender in ours:
         for peer in peers:
             speed = paired_ratio(rounds.runs, peer, contender, "step_s") or 0.0

@@ -55,8 +55,7 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def sample_seeds(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a 64-bit seed for each sample of a request, shape [n]."""
-    base = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    start = splitmix64(base + _GOLDEN)
+    start = splitmix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + _GOLDEN)
     return splitmix64(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
@@ -119,9 +118,7 @@ class QueuedSample(Generic[RequestT, SampleT]):
 
     @property
     def prefix_length(self: "QueuedSample") -> int:
-        if not self.request.prefixes:
-            return 0
-        return self.prefix.token_ids.size
+        return self.prefix.token_ids.size if self.request.prefixes else 0
 
     @property
     def generator_seed(self: "QueuedSample") -> int:
@@ -144,10 +141,9 @@ class QueuedSample(Generic[RequestT, SampleT]):
     ) -> None:
         """Hand over the completion: the tokens of the prefix, then those given, all of shape [T]."""
         if self.prefix_length:
-            before = self.prefix
-            token_ids = np.concatenate([before.token_ids, token_ids])
-            log_probs = np.concatenate([before.log_probs, log_probs])
-            weight_versions = np.concatenate([before.weight_versions, weight_versions])
+            token_ids = np.concatenate([self.prefix.token_ids, token_ids])
+            log_probs = np.concatenate([self.prefix.log_probs, log_probs])
+            weight_versions = np.concatenate([self.prefix.weight_versions, weight_versions])
         completion = Completion(
             request_id=self.request.request_id,
             index=self.index,

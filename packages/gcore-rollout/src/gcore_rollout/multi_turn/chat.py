@@ -126,9 +126,10 @@ class ChatEncoder:
         _, end_of_answer, _ = self._render_after(_answer, [_QUESTION])
         if end[len(end) - len(end_of_answer) :] == end_of_answer:
             return end_of_answer + further
-        last_mark = max(
-            (i for i, token in enumerate(end) if self._is_mark(token)), default=len(end)
-        )
+        last_mark = len(end)
+        for i, token in enumerate(end):
+            if self._is_mark(token):
+                last_mark = i
         return end[last_mark:] + further
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -167,10 +168,11 @@ class ChatEncoder:
         roles = tuple(message["role"] for message in messages)
         if roles in self._turns:
             return self._turns[roles]
-        words = [f"gcoreword{index}x" for index in range(len(messages))]
+        words: list[str] = []
         probes: list[dict[str, Any]] = []
-        for message, word in zip(messages, words, strict=True):
-            probes.append({**message, "content": word})
+        for message in messages:
+            words.append(f"gcoreword{len(words)}x")
+            probes.append({**message, "content": words[-1]})
         refusal: RequestError | None = None
         for make_turn in (_call, _call_in_json, _answer) if roles[0] == "tool" else (_answer,):
             turns = [_QUESTION, make_turn(_STAND_IN, probes)]

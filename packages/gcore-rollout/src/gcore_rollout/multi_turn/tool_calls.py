@@ -175,7 +175,7 @@ def _last_line(text: str) -> str:
 
 def _flexible(text: str) -> str:
     """Return the pattern of a text, in which any space stands for its spaces but at its ends, where a line may end."""
-    words = [re.escape(word) for word in text.split()]
+    words = list(map(re.escape, text.split()))
     start = r"\n?" if text[:1].isspace() else ""
     end = r"\n?" if words and text[-1:].isspace() else ""
     return start + r"\s*".join(words) + end
@@ -305,9 +305,9 @@ def _read_quoted(
         if mark != closing:
             continue
         parts = body.split(quote)
-        # Strings are every second part.
-        parts[::2] = [_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
-        parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+        for number, part in enumerate(parts):
+            # Strings are every second part.
+            parts[number] = json.dumps(part) if number % 2 else _KEY.sub(r'\1"\2":', part)
         try:
             calls.append(_make_call(match.group(1), json.loads("".join(parts))))
         except _FAULTS as error:
