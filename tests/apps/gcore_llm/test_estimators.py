@@ -124,3 +124,9 @@ def test_estimates() -> None:
     assert str(Estimate.of([0.25])) == "0.250"
     assert estimates([], right_from=1.0) == {}
     assert [group_sizes(n) for n in (0, 1, 2, 6, 8)] == [[], [], [2], [2, 4, 6], [2, 4, 8]]
+
+
+def test_majorities_of_thousands_of_responses() -> None:
+    """C(1200, 512) is no number of double precision. The answers win as often as each other."""
+    answers = ["a", "b", "c", None] * 300
+    assert maj_at_k(answers, [1.0, 0.0, 0.5, 0.0] * 300, 512) == pytest.approx(0.5, rel=1e-9)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def pass_at_k(num: int, num_right: int, k: int) -> float:
-    """Return the probability that one of k responses is right, unbiased, from ``num`` responses, some of them right.
+    """Return an unbiased estimate of the probability that at least one of k responses is right, from ``num`` responses.
 
     It is ``1 - C(n - c, k) / C(n, k)`` of Chen et al., "Evaluating Large Language Models Trained on Code"
     (arXiv 2107.03374, equation 1): the share of the subsets of k responses that hold a right one. The quotient is of
@@ -24,14 +25,15 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float:
-    """Return the score of the answer that most of k responses give, on average over all subsets of k of them.
+    """Return the score of the most frequent answer among k responses, on average over all subsets of k of them.
 
-    Answers that are most frequent together count in equal parts, which is their mean if one of them is drawn. A
-    response without an answer (None) has no vote, and a subset without any vote has the score 0. The score of an answer
-    is the mean of its responses' scores. `ValueError` unless ``1 <= k <= len(answers)``.
+    Tied answers count in equal parts, which is the mean of their scores. A response without an answer (None) has no
+    vote, and a subset without any vote has the score 0. The score of an answer is the mean over all responses with it,
+    not only those in the subset. `ValueError` unless ``1 <= k <= len(answers)``.
 
-    For each number m of votes of the winners, the polynomial in x whose coefficient of x**j counts the ways to take j
-    responses is multiplied up over the answers, next to the same one weighted by the winners' scores.
+    Each response is drawn with the probability k / n, and the subsets are those draws that have k responses. For each
+    number m of votes of the winners the answers are added one after the other: they have fewer votes, or are one of the
+    winners.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"k is {k}; expected 1 to {len(answers)}, the number of responses")
@@ -44,24 +46,35 @@ def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> 
     if k == len(answers):
         winners = [score for count, score in votes_and_scores if count == most_votes]
         return _mean(winners) if winners else 0.0
-    num_silent = answers.count(None)
+    share = k / len(answers)
+    silent = _binomial(answers.count(None), share)
     total = 0.0
     for m in range(1, min(most_votes, k) + 1):
-        # [winners, responses drawn] of both polynomials; above k responses, or k // m winners, nothing is needed.
-        ways = np.zeros((2, k // m + 1, k + 1))
-        ways[0, 0] = [math.comb(num_silent, num_drawn) for num_drawn in range(k + 1)]
+        # Probabilities, and the sums of winners' scores times these: [which, winners, responses drawn]. At most k are
+        # drawn, so at most k // m answers have m votes.
+        draws = np.zeros((2, k // m + 1, k + 1))
+        draws[0, 0, : len(silent)] = silent[: k + 1]
         for count, score in votes_and_scores:
-            new_ways = np.zeros_like(ways)
+            chances = _binomial(count, share)
+            new_draws = np.zeros_like(draws)
             for votes in range(min(m, count + 1)):
-                new_ways[:, :, votes:] += math.comb(count, votes) * ways[:, :, : k + 1 - votes]
+                new_draws[:, :, votes:] += chances[votes] * draws[:, :, : k + 1 - votes]
             if count >= m:
-                won = ways[:, :-1, : k + 1 - m].copy()
+                won = draws[:, :-1, : k + 1 - m].copy()
                 won[1] += score * won[0]
-                new_ways[:, 1:, m:] += math.comb(count, m) * won
-            ways = new_ways
-        scores_of_winners = ways[1, 1:, k]
+                new_draws[:, 1:, m:] += chances[m] * won
+            draws = new_draws
+        scores_of_winners = draws[1, 1:, k]
         total += float((scores_of_winners / np.arange(1, len(scores_of_winners) + 1)).sum())
-    return total / math.comb(len(answers), k)
+    return total / float(_binomial(len(answers), share)[k])
+
+
+def _binomial(num: int, share: float) -> NDArray[np.float64]:
+    """Return the probabilities that 0 to ``num`` responses are drawn, [num + 1], if each is with that of ``share``."""
+    counts = np.arange(num + 1)
+    logs_of_factorials = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
+    logs = logs_of_factorials[-1] - logs_of_factorials - logs_of_factorials[::-1]
+    return np.exp(logs + counts * math.log(share) + counts[::-1] * math.log1p(-share))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -77,7 +90,7 @@ class Estimate:
     """Standard error of the mean: the sample's standard deviation over the square root of the number of prompts, whose
     responses may depend on each other (Miller, arXiv 2411.00640). None with one prompt."""
     num: int
-    """Prompts."""
+    """Number of prompts."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Estimate":
@@ -113,10 +126,11 @@ def group_sizes(n: int) -> list[int]:
 
 
 def estimates(answered: Sequence[Answered], *, right_from: float) -> dict[str, Estimate]:
-    """Return ``avg@n``, and with two responses a prompt or more ``pass@k`` and ``maj@k``, over prompts of the same n.
+    """Return estimates by name, over prompts that all have the same number n of responses; none without prompts.
 
-    ``maj@k`` is only there if the reward found an answer in any response. A response is right from the score
-    ``right_from`` on. No prompts have no estimates.
+    ``avg@n`` is the mean score. With two responses a prompt or more, ``pass@k`` is the probability that at least one
+    of k responses scores ``right_from`` or more, and ``maj@k``, if the reward found an answer in any response, the
+    score of the most frequent answer among k responses.
     """
     if not answered:
         return {}

@@ -49,17 +49,18 @@ class Plan:
     offload: bool
     """Weights, gradients and moments go to the host's memory while engines work."""
     lora_rank: int
-    """Rank of the adapters that are trained in place of all parameters; 0: all are."""
+    """Rank of the adapters that are trained; 0: all parameters are trained."""
     optimizer_offload: bool
     """The optimizer's state is in the host's memory at all times."""
     trained_parameters: int
     """Parameters of the policy that are trained."""
     whole_training_bytes: float
-    """Bytes of each of the devices that training all parameters needs at least, with the optimizer's state on them."""
+    """Least memory of each device to train all parameters with the optimizer's state on the devices."""
     costs: JobCosts
     step: StepTime
     memory: Mapping[str, Mapping[str, float]]
-    """Bytes of a device by phase (training, generation, reward) and part, at the peak."""
+    """Bytes of a device by phase and part, at the peak: of training, generation, with a judge reward, and where new
+    weights need memory of their own weight sync."""
     usable_bytes: float
     """Usable memory of a device; see `Efficiency.free_memory`."""
     correction: Mapping[str, float] | None

@@ -25,16 +25,17 @@ _LONGEST_ERROR_TEXT = 500
 class JSONServer:
     """Posts JSON to a server and returns its JSON.
 
-    A status of 5xx or 429, a connection that fails and a time-out are tried again; any other status than 200 is an
-    error at once, with the server's text, and so is an answer of more than 16 MB. A redirect is followed if it keeps
-    scheme, host and port. `RolloutError` if aiohttp is not installed.
+    A status of 5xx or 429, a connection that fails and a time-out are tried again as ``retry`` says; any other status
+    than 200 is an error at once, with the server's text, and so is an answer of more than 16 MiB. Up to three redirects
+    of status 307 or 308 are followed if they keep the scheme, host and port as written. `RolloutError` if aiohttp is
+    not installed.
     """
 
     url: str
     """http or https."""
     _: KW_ONLY
     timeout_s: float = 30.0
-    """Time limit of each attempt, from connecting to the last byte."""
+    """Time limit of each request, from connecting to the last byte; a redirect begins another."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_connections: int = 64
     """Largest number of open connections; further calls wait, and their time-out does not run yet."""
