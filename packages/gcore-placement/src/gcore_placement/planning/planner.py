@@ -59,8 +59,8 @@ class Plan:
     costs: JobCosts
     step: StepTime
     memory: Mapping[str, Mapping[str, float]]
-    """Bytes of a device by phase and part, at the peak: of training, generation, with a judge reward, and where new
-    weights need memory of their own weight sync."""
+    """Bytes of a device at the peak by phase and part. Phases are training and generation, reward if there is a judge,
+    and weight sync if it needs memory of its own."""
     usable_bytes: float
     """Usable memory of a device; see `Efficiency.free_memory`."""
     correction: Mapping[str, float] | None
