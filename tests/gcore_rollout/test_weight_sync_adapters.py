@@ -12,18 +12,12 @@ from tiny_pipelines import flow_pipeline
 from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import (
-    DiffusersEngine,
-    FlowSDE,
-    HFEngine,
-    ImageRequest,
-    ImageSampling,
-    WeightMirror,
-)
+from gcore_rollout import DiffusersEngine, FlowSDE, HFEngine, ImageRequest, ImageSampling
 from gcore_rollout.weight_sync.updates import (
     A_OF,
     B_OF,
     AdapterWeights,
+    WeightMirror,
     check_adapters,
     merge_adapters,
 )

@@ -219,11 +219,8 @@ def test_speculation_in_a_process(vllm_cli: Cli, own_args: list[str]) -> None:
     ]
     # vLLM says one thing and another as it starts.
     options += [
-        "--rollout.gpu-memory-utilization",
-        "0.3",
-    ]
-    options += [
         "--rollout.engine-options",
+        "gpu_memory_utilization=0.3",
         "seed_per_sample=true",
         "async_scheduling=false",
         "block_size=32",
@@ -350,9 +347,9 @@ def test_a_judge_on_a_server(cli: Cli, own_args: list[str], tiny: Path, url: str
         "engine": "vllm_server",
         "urls": url,
         "pattern": r"(\d)",
-        "high": "9",
     }.items():
         judge += [f"--reward-model.judge.{name}", value]
+    judge += ["--reward-model.judge.score-range", "0", "9"]
     cli.ok(
         *own_args,
         *judge,
@@ -542,13 +539,8 @@ def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str)
         "--runtime",
         runtime,
     ]
-    args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG]
-    args += [
-        "--rollout.gpu-memory-utilization",
-        "0.2",
-        "--rollout.engine-options",
-        "max_total_tokens=20000",
-    ]
+    args += ["--rollout.engine", "sglang", "--rollout.engine-options"]
+    args += [f"server_python={SGLANG}", "gpu_memory_utilization=0.2", "max_total_tokens=20000"]
     if runtime == "inline":
         # The servers sleep while the trainer works.
         args += ["--rollout.colocated", "true"]

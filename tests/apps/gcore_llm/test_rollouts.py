@@ -174,11 +174,11 @@ def test_a_judge_whose_verdict_is_read(cli: Cli, own_args: list[str], chatty: Pa
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(chatty)]
     for name, value in {
         "pattern": r"(\d)",
-        "high": "9",
         "unparsable-score": "0",
         "max-response-length": "16",
     }.items():
         judge += [f"--reward-model.judge.{name}", value]
+    judge += ["--reward-model.judge.score-range", "0", "9"]
     cli.ok(*args, *judge)
     for row in step_rows(cli.cwd / "runs/default"):
         assert 1 < row["reward/turns/mean"] <= 3

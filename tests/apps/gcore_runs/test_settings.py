@@ -380,7 +380,6 @@ def test_choices_that_several_settings_made_are_one() -> None:
             "weights_dir": "w",
             "engine_options": {},
         },
-        "placement": {"horizon_steps": 20},
     }
     assert translate_removed(earlier) == {
         "reward_calls": {"run_in": "process", "max_failed_share": 0.0},

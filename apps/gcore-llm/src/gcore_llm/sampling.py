@@ -78,9 +78,12 @@ async def connect_engine(
     world_size: int = 1,
 ) -> tuple[Engine, int]:
     """Connect controller ``rank`` to its share of a model's servers; return them as one engine, and their number."""
+    weights_dir: str | None = None
+    if isinstance(settings, RolloutConfig):
+        weights_dir = settings.weights_dir or None
     connect = partial(
         settings.kind.load().connect,
-        weights_dir=settings.engine_options.get("weights_dir"),
+        weights_dir=weights_dir,
         model_path=model,
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,

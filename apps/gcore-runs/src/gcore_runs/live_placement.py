@@ -77,7 +77,7 @@ class LivePlacement:
         self._dynamic = self._start_at([initial.engines, *initial.judges.values()])
         self._choice: StrategyChoice | None = None
         if config.strategy == "auto":
-            self._choice = StrategyChoice(self._space)
+            self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
         """Seconds to put all roles' engines to sleep and to wake them, as last measured; None: not yet."""
         self._unit_s: dict[str, deque[float]] = {
@@ -288,7 +288,9 @@ class LivePlacement:
 
     def _start_at(self, devices: Sequence[int]) -> DynamicPartition:
         # Loans within a step change the devices of a role, so that its time on them says nothing of its work.
-        config = DynamicPartitionConfig(is_corrected=False)
+        config = DynamicPartitionConfig(
+            horizon_steps=self._config.horizon_steps, is_corrected=False
+        )
         return DynamicPartition(self._space, self._space.nearest(*devices), config)
 
 

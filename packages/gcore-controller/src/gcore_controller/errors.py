@@ -33,6 +33,12 @@ class StuckError(ControllerError):
     """A simulated run waits for something that never happens."""
 
 
+class _MissingExtraError(ControllerError, ImportError):
+    """Also an ImportError, without which a process that imports modules before their use ends."""
+
+
 def make_extra_error(module: str, extra: str) -> ControllerError:
     """Return the error for an optional dependency that is not installed, with the install command."""
-    return ControllerError(f"{module!r} is not installed: pip install 'gcore-controller[{extra}]'")
+    return _MissingExtraError(
+        f"{module!r} is not installed: pip install 'gcore-controller[{extra}]'"
+    )

@@ -30,6 +30,12 @@ def read_json(
     return contents
 
 
+class _MissingExtraError(PlacementError, ImportError):
+    """Also an ImportError, without which a process that imports modules before their use ends."""
+
+
 def make_extra_error(module: str, extra: str) -> PlacementError:
     """Return the error for an optional dependency that is not installed, with the install command."""
-    return PlacementError(f"{module!r} is not installed: pip install 'gcore-placement[{extra}]'")
+    return _MissingExtraError(
+        f"{module!r} is not installed: pip install 'gcore-placement[{extra}]'"
+    )

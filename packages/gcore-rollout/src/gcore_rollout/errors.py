@@ -87,6 +87,10 @@ class WrongWeightsError(RolloutError):
         self.tensors = tensors
 
 
+class _MissingExtraError(RolloutError, ImportError):
+    """Also an ImportError, without which a process that imports modules before their use ends."""
+
+
 def make_extra_error(module: str, extra: str) -> RolloutError:
     """Return the error for an optional dependency that is not installed, with the install command."""
-    return RolloutError(f"{module!r} is not installed: pip install 'gcore-rollout[{extra}]'")
+    return _MissingExtraError(f"{module!r} is not installed: pip install 'gcore-rollout[{extra}]'")

@@ -21,9 +21,13 @@ class StateError(TrainerError, ValueError):
     """A saved state does not fit this trainer."""
 
 
+class _MissingExtraError(TrainerError, ImportError):
+    """Also an ImportError, without which a process that imports modules before their use ends."""
+
+
 def make_extra_error(module: str, extra: str, setting: str = "") -> TrainerError:
     """Return the error for an optional dependency that is not installed, with the install command and the setting."""
     needed = f"{setting}, and " if setting else ""
-    return TrainerError(
+    return _MissingExtraError(
         f"{needed}{module!r} is not installed: pip install 'gcore-trainer[{extra}]'"
     )

@@ -454,9 +454,9 @@ def test_keys_need_not_be_text(tmp_path: Path) -> None:
 
 
 def test_a_number_may_be_written_as_text() -> None:
-    converted = from_verl(N8, f"{ROLLOUT}.max_num_batched_tokens='4096'")
-    options = settings(converted)["rollout.engine_options"]
-    assert options == {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 4096}
+    texts = (f"{ROLLOUT}.max_num_batched_tokens='4096'", f"{ROLLOUT}.gpu_memory_utilization='0.6'")
+    options = settings(from_verl(N8, *texts))["rollout.engine_options"]
+    assert options == {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 4096}
 
 
 MISSING = {

@@ -20,7 +20,7 @@ from gcore_llm.migration.conversion import (
 from gcore_llm.migration.inputs import SourceConfig
 from gcore_runs import UserError
 from gcore_runs.migration.keys import read_keys
-from gcore_runs.settings.checks import flatten
+from gcore_runs.settings.checks import convert_value, flatten
 
 _CONFIGS = {
     "grpo": ("train", TrainConfig),
@@ -345,7 +345,8 @@ def rollout(c: Conversion) -> None:
         return
     c.copy("vllm_tensor_parallel_size")
     share = "vllm_gpu_memory_utilization"
-    c.put("rollout.engine_options", {"gpu_memory_utilization": c.get(share)}, share)
+    memory_share = convert_value(share, c.get(share), float)
+    c.put("rollout.engine_options", {"gpu_memory_utilization": memory_share}, share)
     mode = c.get("vllm_mode")
     if mode == "server":
         c.notes["vllm_mode"] = "a run starts its engines; rollout.num_processes is how many"

@@ -292,7 +292,7 @@ def _engine_options(c: Conversion) -> None:
     tokens = convert_value(batched, c.get(batched), int | None)
     share = f"{ROLLOUT}.gpu_memory_utilization"
     options: dict[str, Any] = {"max_num_batched_tokens": tokens}
-    options["gpu_memory_utilization"] = c.get(share)
+    options["gpu_memory_utilization"] = convert_value(share, c.get(share), float | None)
     sources = [share, batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True

@@ -50,8 +50,11 @@ def _merge_choices(values: dict[str, Any]) -> None:
         values["reward_calls.run_in"] = "thread"
     if values.pop("reward_calls.in_process", False):
         values["reward_calls.run_in"] = "process"
-    if values.pop("reward_calls.on_error", "") == "raise":
+    on_error = values.pop("reward_calls.on_error", "")
+    if on_error == "raise":
         values["reward_calls.max_failed_share"] = 0.0
+    elif on_error == "drop":
+        values.setdefault("reward_calls.max_failed_share", 1.0)
     checkpointed_share = values.pop("actor.checkpointed_layers", 1.0)
     if checkpointed_share < 1 and values.get(_CHECKPOINTING) is not False:
         values[_CHECKPOINTING] = checkpointed_share

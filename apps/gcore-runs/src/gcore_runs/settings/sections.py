@@ -1,5 +1,6 @@
 """Sections of settings that the commands share, documented and bounded in their types; apps extend them."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -319,7 +320,7 @@ class PlacementConfig(Checked, section="placement"):
 
     Example:
         >>> from gcore_placement import STRATEGIES
-        >>> placement = PlacementConfig(strategy="dynamic")
+        >>> placement = PlacementConfig(strategy="dynamic", horizon_steps=50)
         >>> STRATEGIES[placement.strategy].follows_load
         True
     """
@@ -330,6 +331,8 @@ class PlacementConfig(Checked, section="placement"):
     more than it costs. colocated: each of rollout.num-processes devices has an engine of every role, and all generate,
     then all judge; those that wait sleep. auto: dynamic, or colocated where that takes less, swaps included. None or
     unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
+    horizon_steps: Count = 20
+    """Steps over which a move between two of them must save more time than it takes, which is measured."""
     lend_ranks: bool | Literal["auto"] = False
     """true: while the policy samples, the training ranks are asleep, and each device of theirs has a further engine of
     the policy, besides the rollout.num-processes ones with devices of their own; it sleeps while the ranks work. auto:
@@ -563,10 +566,10 @@ class JudgeOptions(LocalEngineConfig):
         return JudgeModel(sampling=sampling, n=self.n, **fields)
 
     def scores(self) -> Callable[[str], float | None]:
-        """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
+        """Return what reads the score of a verdict; `UserError` if the scores to scale are not in order."""
         low, high = self.score_range
-        if low == high:
+        if not -math.inf < low < high < math.inf:
             raise UserError(
-                f"{self.section}.score_range is {self.score_range}; expected two different scores"
+                f"{self.section}.score_range is {self.score_range}; expected two finite scores, the lower one first"
             )
         return make_score_parser(self.pattern, low=low, high=high)

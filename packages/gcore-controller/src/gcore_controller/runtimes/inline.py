@@ -224,16 +224,19 @@ async def run_inline(
     if timeout_s is not None:
         watchers.append(watch_deadline(timeout_s))
     # Cancelled, it raises that, whatever the controllers raise as they end.
-    return await run_until_done(_run_all([run_one(rank) for rank in range(world_size)]), *watchers)
+    return await run_until_done(_run_all(run_one, world_size), *watchers)
 
 
-async def _run_all(programs: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def _run_all(
+    run_one: Callable[[int], Coroutine[Any, Any, ResultT]], world_size: int
+) -> list[ResultT]:
     """Return the results of all controllers, or raise the error of the first that fails, with its rank."""
     running: list[asyncio.Task[ResultT]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            for rank, coroutine in enumerate(programs):
-                running.append(tasks.create_task(coroutine, name=f"controller-{rank}"))
+            for rank in range(world_size):
+                task = tasks.create_task(run_one(rank), name=f"controller-{rank}")
+                running.append(task)
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         for rank, task in enumerate(running):

@@ -330,7 +330,7 @@ class RoleActors(Generic[ConfigT]):
         return False
 
     async def devices(self) -> list[ReservedDevice]:
-        """Return the devices of the actors once they have started, in the order of `SharedDevices.of`."""
+        """Return the devices of the actors once they have started, in the order of `share_devices`."""
         handles = [*self.handles["engine"]]
         if not self._is_in_turns:
             # With one judge, the last engines of the policy become the last of the judge.

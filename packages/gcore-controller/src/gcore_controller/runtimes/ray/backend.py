@@ -238,12 +238,16 @@ class RayBackend(Generic[JobT, ConfigT]):
                 if placement.sizes != self.config.sizes:
                     await self._arrange_engines(placement.sizes)
             return
+        arranging: asyncio.Future[object] | None = None
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
             placement.observe(event.metrics, event.last)
             if not event.is_last:
-                await self._arrange_engines(placement.sizes)
+                # Engines move while the step is recorded and saved, which waits for nothing else.
+                arranging = asyncio.ensure_future(self._arrange_engines(placement.sizes))
         await recorder(event)
+        if arranging is not None:
+            await arranging
         self._is_updating = isinstance(event, Updating)
         if isinstance(event, Stepped) and not event.is_last:
             self._capacity.check_growth()
@@ -253,22 +257,23 @@ class RayBackend(Generic[JobT, ConfigT]):
                 if sizes != now:
                     raise ClusterChangedError(_move(now, sizes), is_swap=True)
 
-    async def _arrange_engines(self, sizes: Sizes) -> None:
+    def _arrange_engines(self, sizes: Sizes) -> Awaitable[object]:
         """Have the controllers bring the engines of their roles to the sizes, if all of them have some of each role.
 
         Engines that were lent within the step return, too. The actors' handles stay those of their first roles, until
-        `RoleActors.resize` brings them to the sizes.
+        `RoleActors.resize` brings them to the sizes. The result is to be awaited: then all controllers know.
         """
         before = self.config.sizes
         fewest = min(before.engines, sizes.engines, *before.judges.values(), *sizes.judges.values())
         if before.in_turns or sizes.in_turns or fewest < sizes.controllers:
-            return
+            return asyncio.sleep(0)
         assert self._controllers is not None
-        await self._controllers.notify(sizes)
+        sent = self._controllers.notify(sizes)
         if sizes != before:
             self.config = self._asked.with_sizes(sizes)
             if self.announce is not None:
                 self.announce(_move(before, sizes))
+        return sent
 
     async def _settle(self, *, keeps_models: bool) -> bool:
         """Start the processes that there is capacity for, end those that are too many; return whether models stay."""

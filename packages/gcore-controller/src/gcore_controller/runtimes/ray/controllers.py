@@ -282,9 +282,13 @@ class RayControllers:
             finally:
                 await self._end_programs()
 
-    async def notify(self, notice: Any) -> None:
-        """Put a small value into `Context.notices` of every controller, now while a program runs."""
-        await answers_in_time([c.notify.remote(notice, self._num_runs) for c in self._controllers])
+    def notify(self, notice: Any) -> Awaitable[list[Any]]:
+        """Send a small value to `Context.notices` of every controller, now while a program runs.
+
+        Returns:
+            What to wait for until all that answer have it.
+        """
+        return answers_in_time([c.notify.remote(notice, self._num_runs) for c in self._controllers])
 
     async def stages(self) -> list[str | None]:
         """Return the stage that each controller is in; None: it is in none, or does not answer."""
