@@ -3,6 +3,7 @@
 import json
 import re
 import string
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -320,12 +321,32 @@ def test_calls_as_models_write_them_otherwise_than_their_template() -> None:
     [call] = llama.calls('<|python_tag|>{"name": "add", "parameters": {"a": 1}}')
     assert (call.name, call.arguments) == ("add", {"a": 1})
     assert llama.calls('{"answer": 5}') == []
+    assert llama.calls('{"name": "Bob", "age": 3}') == []
     qwen = ChatEncoder(make_tokenizer("qwen3_6"))
     code = "def f():\n    return '</function>'\n"
     [call] = qwen.calls(
         f"<tool_call><function=run><parameter=code>\n{code}\n</parameter></function></tool_call>"
     )
     assert (call.name, call.arguments) == ("run", {"code": code})
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
+        ({"type": ["string", "null"]}, "5"),
+        ({"enum": ["5", "6"]}, "5"),
+        ({"type": "integer"}, 5),
+        ({}, 5),
+    ],
+)
+def test_schemas_say_what_is_text(schema: dict[str, Any], expected: object) -> None:
+    parameters = {"properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    tools.append({"type": "web_search"})
+    turn = "<function=add>\n<parameter=a>\n5\n</parameter>\n</function>"
+    [call] = ChatEncoder(make_tokenizer("qwen3_6")).calls(turn, tools)
+    assert call.arguments == {"a": expected}
 
 
 @pytest.mark.parametrize(
@@ -336,7 +357,7 @@ def test_calls_as_models_write_them_otherwise_than_their_template() -> None:
         (
             "qwen3_6",
             "<function=add>\n<parameter=a>\n1\n</function>",
-            "after its name and arguments stands ",
+            "an argument does not end",
         ),
         ("gemma4_v5", "<|tool_call>call:add{a:}<tool_call|>", "the arguments cannot be read: "),
         ("lfm2_2_5", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "the call is not Python: "),
@@ -350,6 +371,35 @@ def test_calls_as_models_write_them_otherwise_than_their_template() -> None:
 def test_calls_that_cannot_be_read_say_why(name: str, turn: str, error: str) -> None:
     [call] = ChatEncoder(make_tokenizer(name)).calls(turn)
     assert call.error.startswith(error)
+
+
+def test_calls_with_more_behind_their_arguments_say_so() -> None:
+    turn = "<function=add>\n<parameter=a>\n1\n</parameter>\nand so on</function>"
+    [call] = ChatEncoder(make_tokenizer("qwen3_6")).calls(turn)
+    assert call.error == "after its name and arguments stands 'and so on</function>'"
+
+
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [
+        ("qwen3_6", "<tool_call>\n<function=f>\n<parameter=code>\nx\n" * 1_500),
+        ("qwen3_6", "<function=f>\n<parameter=code>" + "<div class='a'>text</div>\n" * 3_000),
+        ("qwen3_6", "<function=f>\n<parameter=code>" + ">" * 60_000),
+        ("glm4moe", "<tool_call>n\n<arg_key>k</arg_key>\n<arg_value>v\n" * 1_500),
+        ("gptoss", " to=functions." + "a" * 60_000),
+        ("gptoss", " to=functions.x " * 4_000),
+        ("gemma4_v5", "<|tool_call>call:f{" * 4_000),
+        ("lfm2_2_5", "<|tool_call_start|>[f(" * 4_000),
+        ("qwen3", "<tool_call>{" * 6_000),
+    ],
+)
+def test_long_texts_are_read_in_no_time(name: str, turn: str) -> None:
+    """They took seconds to hours, in which no other episode went on."""
+    encoder = ChatEncoder(make_tokenizer(name))
+    encoder.calls("")
+    start_s = time.process_time()
+    encoder.calls(turn)
+    assert time.process_time() - start_s < 2.0
 
 
 @pytest.mark.parametrize("value", ["[" * 100_000, "9" * 10_000, '{"a":' * 50_000])
@@ -366,6 +416,57 @@ def test_hostile_arguments_are_errors_of_their_call(value: str) -> None:
         f"<function=add>\n<parameter=a>\n{value}\n</parameter>\n</function>"
     )
     assert call.arguments == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "name"),
+    [
+        # Without a mark behind the last argument.
+        (
+            "<call {{ f.name }}>{% for k, v in f.arguments.items() %}\n{{ k }}: {{ v }}{% endfor %}",
+            None,
+            "",
+        ),
+        # Its words are those of an answer in the middle of a mark.
+        (
+            '<tool_call>{"name": "{{ f.name }}", "args": {{ f.arguments | tojson }}}</tool_call>',
+            None,
+            "add",
+        ),
+        # Arguments as OpenAI's API has them.
+        (
+            '<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments }}}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+            "add",
+        ),
+        (">>>{{ f.name }}\n{{ f.arguments | tojson }}", "The set {1, 2} is it", ""),
+    ],
+)
+def test_forms_that_cannot_be_found_are_those_of_hermes(
+    template: str, turn: str | None, name: str
+) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = make_template(template).replace(
+        "{{ m.content }}", "{% if not m.tool_calls %}<t>{% endif %}{{ m.content }}"
+    )
+    turn = turn or '<tool_call>{"name": "add", "args": {"a": 1}}</tool_call>'
+    calls = ChatEncoder(tokenizer).calls(turn)
+    if name:
+        [call] = calls
+        assert (call.name, call.arguments, call.error) == (name, {"a": 1}, "")
+    else:
+        assert all(call.error or not call.arguments for call in calls)
+
+
+def test_a_template_whose_last_turn_ends_otherwise_leaves_no_message_out() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if loop.last and not add_generation_prompt %}<eos>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    further = ChatEncoder(tokenizer).next([MORE], last_token=tokenizer.eos_token_id)
+    assert tokenizer.decode(further) == "<|user|>third<|assistant|>"
 
 
 def test_templates_that_write_no_calls_have_those_of_hermes() -> None:

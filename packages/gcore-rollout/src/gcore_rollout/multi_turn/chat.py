@@ -203,10 +203,11 @@ class ChatEncoder:
         tail = self._tokens(self._render([*turns, *messages]).rpartition(stand_in)[2])
         num_end = count_common(last_end, tail)
         if last_end and not num_end:
-            # gpt-oss ends an answer with another token if messages follow it. They start as the policy's turns do.
+            # gpt-oss ends an answer with another token if messages follow it. All of them start with one mark.
             question = self._render([_QUESTION], prompt=False)
             start = self._tokens(self._render([_QUESTION]).removeprefix(question))[:1]
-            num_end = tail.index(start[0]) if start and start[0] in tail else 0
+            if start and self._is_mark(start[0]) and start[0] in self._tokens(question):
+                num_end = tail.index(start[0]) if start[0] in tail else 0
         return last_end, tail[:num_end], tail[num_end:]
 
     def _render(

@@ -111,7 +111,11 @@ async def _play(
         if "truncated" in parameters:
             options["truncated"] = is_truncated
         if "calls" in parameters:
-            options["calls"] = encoder.calls(turns[-1], opening.tools)
+            # Of a turn that was cut off none is run.
+            options["calls"] = []
+            if not is_truncated:
+                with _raise_episode_errors(what):
+                    options["calls"] = encoder.calls(turns[-1], opening.tools)
         reply = await _wait(environment.step(turns[-1], **options), limits.step_timeout_s, what)
         if not math.isfinite(reply.reward):
             raise EpisodeError(f"{what}: the reward is {reply.reward}; expected a finite number")

@@ -9,6 +9,7 @@ strings have quotes of their own (Gemma 4); a list of Python's calls (LFM2).
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ Properties: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 _NAME = "gcorename"
 _ARGUMENTS = {"gcorekeya": "gcorevaluea", "gcorekeyb": "gcorevalueb"}
+_ANSWER = "zzanswer"
+"""A text that starts otherwise than calls."""
 _CALL_IDS = ("gcoreid01", f"functions.{_NAME}:0")
 """Mistral's ids have nine characters, and Kimi's hold the name, which it writes nowhere else."""
 _THOUGHTS = re.compile(
@@ -34,6 +37,7 @@ _MARK = re.compile(r"<\W?[^<>\s]+\W?>|\[[A-Z_]+\]")
 _FIRST_MARK = re.compile(rf"\A(?:{_MARK.pattern})")
 _WORDS = {"True": True, "False": False, "None": None}
 _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
+_NAMES = r"[\w./-]++"
 _DECODER = json.JSONDecoder()
 _FAULTS = (ValueError, RecursionError, MemoryError)
 """Errors of parsers for text that is malformed or nested too deeply."""
@@ -66,22 +70,32 @@ def read_calls(
     """
     properties: dict[str, Properties] = {}
     for tool in tools:
-        function = tool.get("function", tool)
-        properties[function["name"]] = function.get("parameters", {}).get("properties", {})
-    answer = _THOUGHTS.sub("", turn).rpartition("</think>")[2]
+        function = tool.get("function") or tool
+        parameters = function.get("parameters") or {}
+        properties[str(function.get("name"))] = parameters.get("properties") or {}
+    answer = _THOUGHTS.sub("", turn)
+    if "</think>" in answer:
+        answer = answer.partition("</think>")[2]
     return read(answer, properties)
 
 
 def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> ReadCalls:
     """Return the function that reads calls as a chat template writes them; if it writes none, as Hermes does.
 
-    ``render`` applies the template to messages, and raises a `RequestError` for those that the template refuses.
+    ``render`` applies the template to messages, and raises a `RequestError` for those that the template refuses. A form
+    is only taken if the template's own call is read in it.
     """
     for call_id in _CALL_IDS:
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
             text = _render_call(render, call_id, arguments)
-            if _NAME in text and all(key in text for key in _ARGUMENTS):
-                return _json_form(text) or _element_form(text)
+            # Where arguments are expected as JSON, a mapping is refused, or written as Python does.
+            if _NAME not in text or repr(_ARGUMENTS) in text:
+                continue
+            if not all(key in text for key in _ARGUMENTS):
+                continue
+            read = _json_form(text) or _element_form(text)
+            if read is not None and read(text, {}) == [_EXPECTED]:
+                return read
     return read_hermes
 
 
@@ -94,11 +108,14 @@ def _render_call(
     question = {"role": "user", "content": "?"}
     try:
         text = render([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        answer = render([question, {"role": "assistant", "content": "gcoreanswer"}])
+        answer = render([question, {"role": "assistant", "content": _ANSWER}])
     except RequestError:
         return ""
-    end_of_turn = answer.rpartition("gcoreanswer")[2]
-    return text[count_common(text, answer) :].removesuffix(end_of_turn)
+    start = count_common(text, answer)
+    for mark in _MARK.finditer(text):
+        if mark.start() < start < mark.end():
+            start = mark.start()
+    return text[start:].removesuffix(answer.rpartition(_ANSWER)[2])
 
 
 def count_common(first: Sequence[object], second: Sequence[object]) -> int:
@@ -117,12 +134,14 @@ def _json_form(text: str) -> ReadCalls | None:
         except json.JSONDecodeError:
             continue
         if value == _ARGUMENTS:
-            before, _, between = text[: brace.start()].rpartition(_NAME)
+            before, name, between = text[: brace.start()].rpartition(_NAME)
             marks = _MARK.findall(between)
             # gpt-oss writes other words between the two than its template does.
-            middle = "[^{}]*?" + re.escape(marks[-1]) if marks else _flexible(between)
+            middle = "[^{}]{0,200}?" + re.escape(marks[-1]) if marks else _flexible(between)
             opening = _flexible(_last_line(before))
-            return partial(_read_named, re.compile(rf"{opening}\s*([\w./-]+){middle}\s*(?=\{{)"))
+            if not name or not opening:
+                return None
+            return partial(_read_named, re.compile(rf"{opening}\s*({_NAMES}){middle}\s*(?=\{{)"))
         keys = {json.dumps(entry): key for key, entry in value.items()}
         name_key = keys.get(json.dumps(_NAME))
         arguments_key = keys.get(json.dumps(_ARGUMENTS))
@@ -139,8 +158,8 @@ def _json_form(text: str) -> ReadCalls | None:
     return None
 
 
-def _element_form(text: str) -> ReadCalls:
-    """Return how to read calls whose arguments stand one by one, as in this text."""
+def _element_form(text: str) -> ReadCalls | None:
+    """Return how to read calls whose arguments stand one by one, as in this text; None: no mark begins them."""
     (key, value), (next_key, next_value) = _ARGUMENTS.items()
     before, _, after_name = text.partition(key)[0].rpartition(_NAME)
     to_value, _, rest = text.partition(key)[2].partition(value)
@@ -150,17 +169,25 @@ def _element_form(text: str) -> ReadCalls:
     marks = _MARK.findall(rest)
     if after_name.startswith("("):
         return partial(_read_python, opening.removesuffix("["), marks[0] if marks else "")
+    if not opening:
+        return None
+    name = rf"{_flexible(opening)}\s*({_NAMES})"
     for quote in marks[:1]:
-        if to_value.endswith(quote) and between.startswith(quote):
-            pattern = re.compile(rf"{_flexible(opening)}\s*([\w./-]+)(?=\{{)")
-            return partial(_read_quoted, pattern, quote, "".join(marks[1:2]))
+        if len(marks) > 1 and to_value.endswith(quote) and between.startswith(quote):
+            return partial(_read_quoted, re.compile(rf"{name}(?=\{{)"), quote, marks[1])
     to_key = between[len(between) - count_common(after_name[::-1], between[::-1]) :]
     to_key = to_key[max(to_key.find("<"), 0) :]
     end_of_value = between.removesuffix(to_key)
-    name = rf"{_flexible(opening)}\s*([\w./-]+){_flexible(after_name.removesuffix(to_key))}"
-    argument = rf"{_flexible(to_key)}(.+?){_flexible(to_value)}(.*?){_flexible(end_of_value)}"
-    end_of_call = rest.strip().removeprefix(end_of_value.strip()).split()[0]
-    return partial(_read_elements, re.compile(name), re.compile(argument, re.DOTALL), end_of_call)
+    if not to_key or not to_value or not end_of_value:
+        return None
+    pieces = [re.compile(_flexible(piece)) for piece in (to_key, to_value, end_of_value)]
+    end_of_call = rest.strip().removeprefix(end_of_value.strip()).split()
+    return partial(
+        _read_elements,
+        re.compile(name + _flexible(after_name.removesuffix(to_key))),
+        pieces,
+        end_of_call[0] if end_of_call else "",
+    )
 
 
 def _last_line(text: str) -> str:
@@ -219,11 +246,12 @@ def _read_objects(
             continue
         for call in value if isinstance(value, list) else [value]:
             entries: Any = call if isinstance(call, dict) else {}
-            if opening or name_key in entries:
+            if opening or (name_key in entries and arguments_key in entries):
                 calls.append(_make_call(entries.get(name_key), entries.get(arguments_key, {})))
     return calls
 
 
+_EXPECTED = ToolCall(name=_NAME, arguments=_ARGUMENTS)
 read_hermes: ReadCalls = partial(_read_objects, "<tool_call>", "</tool_call>", "name", "arguments")
 """Reads ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen3 write calls."""
 
@@ -247,28 +275,38 @@ def _read_named(
 
 def _read_elements(
     pattern: re.Pattern[str],
-    argument: re.Pattern[str],
+    pieces: Sequence[re.Pattern[str]],
     closing: str,
     text: str,
     tools: Mapping[str, Properties],
 ) -> list[ToolCall]:
-    """Read calls that are a name, which the first pattern finds, and an element for each argument."""
+    """Read calls that are a name, which the first pattern finds, and an element for each argument.
+
+    The pieces of an element are what stands before its key, between key and value, and behind the value.
+    """
+    before_key, before_value, behind_value = pieces
     calls: list[ToolCall] = []
     position = 0
     while match := pattern.search(text, position):
         name = match.group(1)
         properties = tools.get(name, {})
         arguments: dict[str, Any] = {}
-        position = match.end()
-        while element := argument.match(text, _skip_space(text, position)):
-            key, value = element.groups()
-            arguments[key.strip()] = _convert(value, properties.get(key.strip(), {}))
-            position = element.end()
-        rest = text[position:].lstrip()
-        if rest.startswith(closing):
+        position = _skip_space(text, match.end())
+        while start := before_key.match(text, position):
+            middle = before_value.search(text, start.end())
+            end = middle and behind_value.search(text, middle.end())
+            if middle is None or end is None:
+                # Nor does any later one end.
+                return [*calls, _make_error("an argument does not end", name)]
+            key = text[start.end() : middle.start()].strip()
+            value = text[middle.end() : end.start()]
+            arguments[key] = _convert(value, properties.get(key, {}))
+            position = _skip_space(text, end.end())
+        if text.startswith(closing, position):
             calls.append(ToolCall(name=name, arguments=arguments))
-        elif rest:
-            calls.append(_make_error(f"after its name and arguments stands {rest[:20]!r}", name))
+        elif position < len(text):
+            rest = text[position : position + 20]
+            calls.append(_make_error(f"after its name and arguments stands {rest!r}", name))
     return calls
 
 
@@ -279,8 +317,8 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _convert(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument, which is a text if its schema says so, or if it is no JSON."""
-    if schema.get("type") == "string":
+    """Return the value of an argument, which is a text if its schema allows one, or if it is no JSON."""
+    if _may_be_text(schema):
         return text
     if text.strip() in _WORDS:
         return _WORDS[text.strip()]
@@ -288,6 +326,21 @@ def _convert(text: str, schema: Mapping[str, Any]) -> Any:
         return json.loads(text)
     except _FAULTS:
         return text
+
+
+def _may_be_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    fields: Mapping[str, Any] = schema
+    kinds = fields.get("type")
+    choices = fields.get("enum") or ()
+    alternatives = [*(fields.get("anyOf") or ()), *(fields.get("oneOf") or ())]
+    return (
+        kinds == "string"
+        or (isinstance(kinds, list) and "string" in kinds)
+        or any(isinstance(choice, str) for choice in choices)
+        or any(map(_may_be_text, alternatives))
+    )
 
 
 def _read_quoted(
@@ -323,10 +376,13 @@ def _read_python(
     calls: list[ToolCall] = []
     for content in _split_calls(text, opening, closing):
         try:
-            expression = ast.parse(content.strip(), mode="eval").body
+            with warnings.catch_warnings():
+                # Of escapes that Python does not have.
+                warnings.simplefilter("ignore")
+                expression = ast.parse(content.strip(), mode="eval").body
             nodes = expression.elts if isinstance(expression, ast.List) else [expression]
-            calls.extend(map(_read_node, nodes))
-        except (SyntaxError, *_FAULTS) as error:
+            calls.extend([_read_node(node) for node in nodes])
+        except (SyntaxError, TypeError, *_FAULTS) as error:
             if opening:
                 calls.append(_make_error(f"the call is not Python: {error}"))
     return calls
@@ -337,10 +393,14 @@ def _read_node(node: ast.expr) -> ToolCall:
         raise ValueError("expected calls with named arguments alone")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("expected calls with named arguments alone")
         for name in ast.walk(keyword.value):
             # JSON's words are names in Python.
             if isinstance(name, ast.Name) and name.id in ("true", "false", "null"):
                 name.id = {"true": "True", "false": "False", "null": "None"}[name.id]
-        value = ast.unparse(keyword.value)
-        arguments[str(keyword.arg)] = ast.literal_eval(value)
+        value = ast.literal_eval(ast.unparse(keyword.value))
+        # A `TypeError` for what is no JSON, such as bytes.
+        json.dumps(value)
+        arguments[keyword.arg] = value
     return ToolCall(name=ast.unparse(node.func), arguments=arguments)

@@ -106,7 +106,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         self._is_tied = bool(config.tie_word_embeddings)
         self._repacks_head = self._is_tied and is_on_cpu
         self._shapes = checkpoint_shapes(self._model_path)
-        self._repacks_experts = is_on_cpu and any(".experts." in name for name in self._shapes)
+        self._repacks_experts = is_on_cpu and "expert" in str(config.to_dict().keys())
         self._declared_eos = eos_token_ids(self._model_path)
         self._eos = self._declared_eos if eos is None else list(eos)
         self._identity = uuid.uuid4().hex

@@ -115,7 +115,9 @@ class VLLMServerEngine(ServerEngine):
 
     async def _check_update_possible(self) -> None:
         try:
-            await self._forget_experts()
+            if self._repacks_experts:
+                # Samples run until the update: their kernels stay.
+                await self._client.call("POST", "/collective_rpc", body={"method": "check_worker"})
             await self._repack_head()
         except ServerRequestError as error:
             raise RolloutError(

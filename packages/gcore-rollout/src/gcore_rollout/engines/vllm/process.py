@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from gcore_rollout.engines.queueing import return_free_memory
@@ -197,6 +203,9 @@ class TiedHeadWorker:
 
     model_runner: Any
 
+    def check_worker(self) -> None:
+        """Do nothing: `VLLMServerEngine` calls this by its name to see whether these methods are there."""
+
     def forget_expert_kernels(self) -> None:
         """Prepare a mixture for new weights; `VLLMServerEngine` calls this by its name."""
         forget_expert_kernels(self.model_runner.get_model())
@@ -272,38 +281,47 @@ def publish_weights(
     the model's.
     """
     new: dict[str, torch.Tensor] = {}
-    model: Any = None
     for name, weight in weights:
         tensor = weight.detach()
         if name in shapes or name == TIED_HEAD:
             new[name] = tensor
-            continue
-        if model is None:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        new |= _split_fused(model, name, tensor)
+        else:
+            new |= _convert_back(_make_meta_model(folder), name, tensor)
     check_shapes(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
     if is_tied:
         new.pop(TIED_HEAD, None)
     return new
 
 
-def _split_fused(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return views of the tensors that transformers has fused in this one, [experts, rows of all, columns]."""
+@lru_cache(maxsize=2)
+def _make_meta_model(folder: Path) -> Any:
+    """Return the model of a folder without weights, whose class says how they are named there; None: it has none."""
+    config = AutoConfig.from_pretrained(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _convert_back(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of the folder that transformers has made this one of, as views if they are whole rows."""
+    if model is None:
+        return {name: tensor}
     published = revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")})
-    if len(published) == 1:
-        return dict.fromkeys(published, tensor)
-    num_fused = len(published) // tensor.shape[0]
+    num_fused = len(published) // len(tensor) if tensor.ndim == 3 else 0
+    if len(published) == 1 or num_fused * len(tensor) != len(published):
+        return revert_weight_conversion(model, {name: tensor})
+    # [experts, rows of all matrices, columns]
     positions: dict[str, int] = {}
     views: dict[str, torch.Tensor] = {}
     for key, part in published.items():
         match = _EXPERT.fullmatch(key)
-        assert match is not None
+        if match is None:
+            return revert_weight_conversion(model, {name: tensor})
         expert, matrix = match.groups()
         position = positions.setdefault(matrix, len(positions))
         views[key] = tensor[int(expert)].chunk(num_fused)[position]
         if views[key].shape != part.shape:
-            # Fused in another way: these are copies.
             return revert_weight_conversion(model, {name: tensor})
     return views
 
