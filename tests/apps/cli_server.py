@@ -52,7 +52,8 @@ VLLM = (
 
 Not Ray, which reads the environment of its process when it is imported.
 """
-APP = sys.argv[1].removesuffix("-vllm")
+# Processes that vLLM spawns from a fork import this file again, with arguments of their own.
+APP = sys.argv[1].removesuffix("-vllm") if __name__ == "__main__" else ""
 
 
 def run(argv: list[str]) -> int:
