@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from gcore_controller.rlhf.prompts import shuffle_entry
+from gcore_controller.rlhf.prompts import shuffle_index
 
 RowT = TypeVar("RowT")
 
@@ -83,16 +83,15 @@ class Mixture(Sequence[RowT]):
     def locate(self, prompt_index: int, seed: int) -> int:
         """Return the row of a prompt index, as a function of the seed and the index alone."""
         if self.counts is None:
-            epoch, entry = divmod(prompt_index, len(self))
-            return shuffle_entry(entry, len(self), seed=seed, epoch=epoch)
+            return shuffle_index(prompt_index, len(self), seed=seed)
         cycle, position = divmod(prompt_index, _CYCLE)
         parts, numbers = _make_cycle(self.counts, seed, cycle)
         part = parts[position]
         size = len(self.parts[part])
-        epoch, entry = divmod(cycle * self.counts[part] + numbers[position], size)
+        index = cycle * self.counts[part] + numbers[position]
         # Parts of one size would otherwise have one order.
         seed += part * 2**32
-        return self.first_row(part) + shuffle_entry(entry, size, seed=seed, epoch=epoch)
+        return self.first_row(part) + shuffle_index(index, size, seed=seed)
 
 
 @lru_cache(maxsize=4)

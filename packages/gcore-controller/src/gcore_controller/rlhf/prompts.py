@@ -22,8 +22,9 @@ _LARGE = 2**20
 """Number of rows above which positions are looked up one by one, without the whole order in memory."""
 
 
-def shuffle_entry(position: int, num_rows: int, *, seed: int, epoch: int) -> int:
-    """Return the index of the row at a position of the shuffled order of ``num_rows`` rows in an epoch."""
+def shuffle_index(index: int, num_rows: int, *, seed: int) -> int:
+    """Return the row that an index stands for: ``num_rows`` rows are shuffled again in each epoch."""
+    epoch, position = divmod(index, num_rows)
     if num_rows > _LARGE:
         return permute_entry(position, num_rows, seed=seed, epoch=epoch)
     return int(_draw_order(num_rows, seed, epoch)[position])
@@ -135,9 +136,7 @@ class PromptLoader(Generic[RowT]):
         locate = getattr(self.rows, "locate", None)
         if locate is not None:
             return self.rows[locate(prompt_index, self.seed)]
-        num_rows = len(self.rows)
-        epoch, entry = divmod(prompt_index, num_rows)
-        return self.rows[shuffle_entry(entry, num_rows, seed=self.seed, epoch=epoch)]
+        return self.rows[shuffle_index(prompt_index, len(self.rows), seed=self.seed)]
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
         """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
