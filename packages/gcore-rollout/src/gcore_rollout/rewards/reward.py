@@ -191,16 +191,20 @@ def gold_answer(row: Mapping[str, Any], name: str, purpose: str) -> str:
 
 
 @contextmanager
-def locate_errors(where: str) -> Generator[None]:
-    """Raise errors of a block with the place where they happened; a `NoScoreError` or `RewardExitError` stays one."""
+def locate_errors(where: str | Callable[[], str]) -> Generator[None]:
+    """Raise errors of a block with the place where they happened; a `NoScoreError` or `RewardExitError` stays one.
+
+    A function is called for an error alone.
+    """
     try:
         yield
-    except (NoScoreError, RewardExitError) as error:
-        raise type(error)(f"{where}: {error}") from error
-    except RewardError as error:
-        raise RewardError(f"{where}: {error}") from error
     except Exception as error:
-        raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
+        place = where if isinstance(where, str) else where()
+        if isinstance(error, NoScoreError | RewardExitError):
+            raise type(error)(f"{place}: {error}") from error
+        if isinstance(error, RewardError):
+            raise RewardError(f"{place}: {error}") from error
+        raise RewardError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def may_pass(error: BaseException | None) -> bool:

@@ -66,11 +66,8 @@ async def evaluate(
         RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message quotes both texts.
     """
-    try:
+    with locate_errors(partial(describe_call, reward, (prompt, completion))):
         return check_score(await answer(reward, prompt, completion, row))
-    except Exception:
-        with locate_errors(describe_call(reward, (prompt, completion))):
-            raise
 
 
 async def evaluate_group(
@@ -78,7 +75,7 @@ async def evaluate_group(
 ) -> list[Scored]:
     """Evaluate a group of completions of one prompt; see `evaluate`."""
     first = next(iter(completions), "")
-    with locate_errors(describe_call(reward, (prompt, first))):
+    with locate_errors(partial(describe_call, reward, (prompt, first))):
         values = await answer(reward, prompt, completions, row)
         if len(values) != len(completions):
             raise RewardError(
