@@ -220,7 +220,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_calls_are_read_as_vllm_reads_them() -> None:
-    """By its parser of each family, which is told which one to use."""
+    """By its parser of each family, which has to be named."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

@@ -423,7 +423,7 @@ async def test_a_server_that_would_keep_its_old_head(
     server: SmallServer, url: str, tied: TinyModel, tmp_path: Path
 ) -> None:
     engine = await connect(url, weights_dir=tmp_path)
-    server.answers["/collective_rpc"] = says(500, "Method 'repack_tied_head' is not implemented.")
+    server.answers["/collective_rpc"] = says(500, "Method 'check_worker' is not implemented.")
     with pytest.raises(
         RolloutError,
         match=r"load the new weights of its tied head or experts wrongly: .*gcore_rollout\.TiedHeadWorker",

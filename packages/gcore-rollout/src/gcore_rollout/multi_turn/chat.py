@@ -17,6 +17,8 @@ from gcore_rollout.multi_turn.tool_calls import (
     ToolCall,
     count_common,
     find_call_form,
+    make_call,
+    make_call_turn,
     read_calls,
     read_hermes,
 )
@@ -41,10 +43,9 @@ def _call(text: str, messages: Sequence[Message]) -> dict[str, Any]:
     for message in messages:
         if message["role"] != "tool":
             break
-        function = {"name": message.get("name") or "tool", "arguments": {"text": text}}
         call_id = message.get("tool_call_id") or f"call{len(calls):05}"
-        calls.append({"type": "function", "id": call_id, "function": function})
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+        calls.append(make_call(message.get("name") or "tool", {"text": text}, call_id))
+    return make_call_turn(calls)
 
 
 def _call_in_json(text: str, messages: Sequence[Message]) -> dict[str, Any]:

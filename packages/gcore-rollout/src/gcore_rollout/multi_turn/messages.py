@@ -82,7 +82,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str
         raise RequestError(f"the chat template refuses the messages: {reason}") from error
 
 
-@lru_cache
+@lru_cache(maxsize=8)
 def _reads_parts_alone(tokenizer: Any, template: str) -> bool:
     """Return whether a template leaves out a message's text unless it is in a part."""
     del template  # one of the tokenizer's, which may be changed

@@ -85,9 +85,18 @@ def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> ReadCalls:
     ``render`` applies the template to messages, and raises a `RequestError` for those that the template refuses. A form
     is only taken if the template's own call is read in it.
     """
+    question = {"role": "user", "content": "?"}
+    try:
+        answer = render([question, {"role": "assistant", "content": _ANSWER}])
+    except RequestError:
+        return read_hermes
     for call_id in _CALL_IDS:
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            text = _render_call(render, call_id, arguments)
+            turn = make_call_turn([make_call(_NAME, arguments, call_id)])
+            try:
+                text = _cut_turn(render([question, turn]), answer)
+            except RequestError:
+                continue
             # Where arguments are expected as JSON, a mapping is refused, or written as Python does.
             if _NAME not in text or repr(_ARGUMENTS) in text:
                 continue
@@ -99,18 +108,19 @@ def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> ReadCalls:
     return read_hermes
 
 
-def _render_call(
-    render: Callable[[list[dict[str, Any]]], str], call_id: str, arguments: object
-) -> str:
-    """Return what a template writes of a turn with a call, without what it writes of a turn with text, too."""
-    function = {"name": _NAME, "arguments": arguments}
-    call = {"type": "function", "id": call_id, "function": function}
-    question = {"role": "user", "content": "?"}
-    try:
-        text = render([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        answer = render([question, {"role": "assistant", "content": _ANSWER}])
-    except RequestError:
-        return ""
+def make_call(name: str, arguments: object, call_id: str) -> dict[str, Any]:
+    """Return a call as chat templates get it: ``arguments`` are a mapping, or JSON."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": call_id, "function": function}
+
+
+def make_call_turn(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message of a turn that has only calls."""
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _cut_turn(text: str, answer: str) -> str:
+    """Return what a conversation with a call has that the same one with an answer does not have."""
     start = count_common(text, answer)
     for mark in _MARK.finditer(text):
         if mark.start() < start < mark.end():
@@ -148,12 +158,8 @@ def _json_form(text: str) -> ReadCalls | None:
         if name_key and arguments_key:
             opening = _last_line(text[: brace.start()]).removesuffix("[")
             closing = _MARK.match(text[end:].lstrip("] \n"))
-            return partial(
-                _read_objects,
-                opening,
-                closing.group() if closing else "",
-                name_key,
-                arguments_key,
+            return _make_object_reader(
+                opening, closing.group() if closing else "", name_key, arguments_key
             )
     return None
 
@@ -168,7 +174,8 @@ def _element_form(text: str) -> ReadCalls | None:
     opening = _last_line(before)
     marks = _MARK.findall(rest)
     if after_name.startswith("("):
-        return partial(_read_python, opening.removesuffix("["), marks[0] if marks else "")
+        closing = marks[0] if marks else ""
+        return partial(_read_marked, opening.removesuffix("["), closing, "Python", _parse_python)
     if not opening:
         return None
     name = rf"{_flexible(opening)}\s*({_NAMES})"
@@ -208,14 +215,6 @@ def _flexible(text: str) -> str:
     return start + r"\s*".join(words) + end
 
 
-def _split_calls(text: str, opening: str, closing: str) -> list[str]:
-    """Return what stands between two marks; without the first the text is one call, whose end needs no mark."""
-    # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
-    bodies = text.split(opening)[1:] if opening else [_FIRST_MARK.sub("", text)]
-    # Calls without their end were cut off.
-    return [body.partition(closing)[0] if closing else body for body in bodies if closing in body]
-
-
 def _make_call(name: object, arguments: object) -> ToolCall:
     if isinstance(name, str) and isinstance(arguments, dict):
         return ToolCall(name=name, arguments=arguments)
@@ -226,33 +225,61 @@ def _make_error(error: str, name: str = "") -> ToolCall:
     return ToolCall(name=name, arguments={}, error=error)
 
 
-def _read_objects(
+def _read_marked(
     opening: str,
     closing: str,
-    name_key: str,
-    arguments_key: str,
+    language: str,
+    parse: Callable[[str], list[ToolCall]],
     text: str,
     tools: Mapping[str, Properties],
 ) -> list[ToolCall]:
-    """Read calls that are JSON objects, or lists of them, between two marks; without marks the text is the call."""
+    """Read calls between two marks; without the first the text is one call, whose end needs no mark."""
     del tools
+    # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
+    bodies = text.split(opening)[1:] if opening else [_FIRST_MARK.sub("", text)]
     calls: list[ToolCall] = []
-    for content in _split_calls(text, opening, closing):
-        try:
-            value: Any = json.loads(content) if closing else _DECODER.raw_decode(content.strip())[0]
-        except _FAULTS as error:
-            if opening:
-                calls.append(_make_error(f"the call is not JSON: {error}"))
+    for body in bodies:
+        if closing not in body:
+            # It was cut off.
             continue
-        for call in value if isinstance(value, list) else [value]:
-            entries: Any = call if isinstance(call, dict) else {}
-            if opening or (name_key in entries and arguments_key in entries):
-                calls.append(_make_call(entries.get(name_key), entries.get(arguments_key, {})))
+        try:
+            calls += parse(body.partition(closing)[0] if closing else body)
+        except (SyntaxError, TypeError, *_FAULTS) as error:
+            if opening:
+                calls.append(_make_error(f"the call is not {language}: {error}"))
     return calls
 
 
+def _parse_objects(
+    name_key: str, arguments_key: str, content: str, *, is_call: bool, is_whole: bool
+) -> list[ToolCall]:
+    """Return the calls of a JSON object or a list of them.
+
+    If it ``is_call``, objects of another form are errors; otherwise they are no calls. If it ``is_whole``, there is
+    nothing else in the content.
+    """
+    value: Any = json.loads(content) if is_whole else _DECODER.raw_decode(content.strip())[0]
+    calls: list[ToolCall] = []
+    for call in value if isinstance(value, list) else [value]:
+        entries: Any = call if isinstance(call, dict) else {}
+        if is_call or (name_key in entries and arguments_key in entries):
+            calls.append(_make_call(entries.get(name_key), entries.get(arguments_key, {})))
+    return calls
+
+
+def _make_object_reader(opening: str, closing: str, name_key: str, arguments_key: str) -> ReadCalls:
+    parse = partial(
+        _parse_objects,
+        name_key,
+        arguments_key,
+        is_call=bool(opening),
+        is_whole=bool(closing),
+    )
+    return partial(_read_marked, opening, closing, "JSON", parse)
+
+
 _EXPECTED = ToolCall(name=_NAME, arguments=_ARGUMENTS)
-read_hermes: ReadCalls = partial(_read_objects, "<tool_call>", "</tool_call>", "name", "arguments")
+read_hermes = _make_object_reader("<tool_call>", "</tool_call>", "name", "arguments")
 """Reads ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen3 write calls."""
 
 
@@ -368,24 +395,14 @@ def _read_quoted(
     return calls
 
 
-def _read_python(
-    opening: str, closing: str, text: str, tools: Mapping[str, Properties]
-) -> list[ToolCall]:
-    """Read calls that are a Python list of calls with named arguments between two marks, which may be missing."""
-    del tools
-    calls: list[ToolCall] = []
-    for content in _split_calls(text, opening, closing):
-        try:
-            with warnings.catch_warnings():
-                # Of escapes that Python does not have.
-                warnings.simplefilter("ignore")
-                expression = ast.parse(content.strip(), mode="eval").body
-            nodes = expression.elts if isinstance(expression, ast.List) else [expression]
-            calls.extend([_read_node(node) for node in nodes])
-        except (SyntaxError, TypeError, *_FAULTS) as error:
-            if opening:
-                calls.append(_make_error(f"the call is not Python: {error}"))
-    return calls
+def _parse_python(content: str) -> list[ToolCall]:
+    """Return the calls of a Python list of calls with named arguments, or of one such call."""
+    with warnings.catch_warnings():
+        # Of escapes that Python does not have.
+        warnings.simplefilter("ignore")
+        expression = ast.parse(content.strip(), mode="eval").body
+    nodes = expression.elts if isinstance(expression, ast.List) else [expression]
+    return [_read_node(node) for node in nodes]
 
 
 def _read_node(node: ast.expr) -> ToolCall:

@@ -114,11 +114,10 @@ class VLLMServerEngine(ServerEngine):
             await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
 
     async def _check_update_possible(self) -> None:
+        if not (self._repacks_head or self._repacks_experts):
+            return
         try:
-            if self._repacks_experts:
-                # Samples run until the update: their kernels stay.
-                await self._client.call("POST", "/collective_rpc", body={"method": "check_worker"})
-            await self._repack_head()
+            await self._call_worker("check_worker")
         except ServerRequestError as error:
             raise RolloutError(
                 f"the server at {self._client.url} would load the new weights of its tied head or experts wrongly: "
@@ -126,24 +125,18 @@ class VLLMServerEngine(ServerEngine):
             ) from error
 
     async def _load_on_server(self, folder: Path, version: int) -> None:
-        await self._forget_experts()
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._client.call("POST", "/collective_rpc", body=body)
-        await self._repack_head()
+        if self._repacks_experts:
+            await self._call_worker("forget_expert_kernels")
+        await self._call_worker("reload_weights", kwargs={"weights_path": str(folder)})
+        if self._repacks_head:
+            await self._call_worker("repack_tied_head")
         await self._client.call(
             "POST", "/update_weight_version", body={"new_version": str(version)}
         )
 
-    async def _forget_experts(self) -> None:
-        """Have kernels of experts made again where vLLM would give them matrices that are not packed."""
-        if self._repacks_experts:
-            body = {"method": "forget_expert_kernels"}
-            await self._client.call("POST", "/collective_rpc", body=body)
-
-    async def _repack_head(self) -> None:
-        """Have a tied head packed again where vLLM would keep the old one."""
-        if self._repacks_head:
-            await self._client.call("POST", "/collective_rpc", body={"method": "repack_tied_head"})
+    async def _call_worker(self, method: str, **arguments: Any) -> None:
+        body = {"method": method, **arguments}
+        await self._client.call("POST", "/collective_rpc", body=body)
 
 
 def _read_piece(event: Any) -> StreamPiece:

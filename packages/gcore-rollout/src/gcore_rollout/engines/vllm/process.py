@@ -308,21 +308,30 @@ def _convert_back(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torc
     if model is None:
         return {name: tensor}
     published = revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")})
+    views = _view_experts(tensor, published)
+    if views is None:
+        return revert_weight_conversion(model, {name: tensor})
+    return views
+
+
+def _view_experts(
+    tensor: torch.Tensor, published: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """Return the matrices of experts in a tensor [experts, rows of all matrices, columns]; None: it is another."""
     num_fused = len(published) // len(tensor) if tensor.ndim == 3 else 0
     if len(published) == 1 or num_fused * len(tensor) != len(published):
-        return revert_weight_conversion(model, {name: tensor})
-    # [experts, rows of all matrices, columns]
+        return None
     positions: dict[str, int] = {}
     views: dict[str, torch.Tensor] = {}
     for key, part in published.items():
         match = _EXPERT.fullmatch(key)
         if match is None:
-            return revert_weight_conversion(model, {name: tensor})
+            return None
         expert, matrix = match.groups()
         position = positions.setdefault(matrix, len(positions))
         views[key] = tensor[int(expert)].chunk(num_fused)[position]
         if views[key].shape != part.shape:
-            return revert_weight_conversion(model, {name: tensor})
+            return None
     return views
 
 
