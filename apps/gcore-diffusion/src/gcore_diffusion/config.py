@@ -145,8 +145,6 @@ class DiffusionRolloutConfig(BaseRolloutConfig, section="rollout"):
     """Text encoders are in host memory, and on a GPU only while prompts are encoded; of no effect on CPU."""
     max_num_images: Count = 64
     """Most images that an engine makes at once."""
-    num_processes: NonNegative = 0
-    """Engines, each a process of its own; 0: one in the controllers' process, or on ray one for each controller."""
     colocated: bool | Literal["auto"] = "auto"
     """true: the trainer leaves the memory of its devices while the engines, and a judge's, work, and these while the
     trainer works; on ray each training rank is then on the device of an engine. false: all stay in memory, on ray on

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.large_prompts import LoadedPrompts, Progress, no_progress
+from gcore_llm.data.large_prompts import (
+    LargePrompts,
+    LoadedPrompts,
+    Progress,
+    load_large,
+    no_progress,
+)
 from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.sections import DataConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
@@ -292,8 +298,6 @@ def _remove(prompts: Sequence[Prompt], indices: set[int]) -> Sequence[Prompt]:
     """Return the prompts without those of some indices."""
     if isinstance(prompts, list):
         return [prompt for i, prompt in enumerate(prompts) if i not in indices]
-    from gcore_llm.data.large_prompts import LargePrompts
-
     assert isinstance(prompts, LargePrompts)
     return prompts.without(sorted(indices))
 
@@ -308,8 +312,6 @@ def _load_rows(
         )
     make = partial(file_prompts, data=data, tokenizer=tokenizer)
     if rows.identity:
-        from gcore_llm.data.large_prompts import load_large
-
         return load_large(rows, data, tokenizer, make=make, fits=fits, progress=progress)
     return _drop_long(make(rows, range(len(rows.rows))), data)
 

@@ -48,14 +48,14 @@ def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> 
         return _mean(winners) if winners else 0.0
     share = k / len(answers)
     silent = _binomial(answers.count(None), share)
+    answers_drawn = [(count, score, _binomial(count, share)) for count, score in votes_and_scores]
     total = 0.0
     for m in range(1, min(most_votes, k) + 1):
         # Probabilities, and the sums of winners' scores times these: [which, winners, responses drawn]. At most k are
         # drawn, so at most k // m answers have m votes.
         draws = np.zeros((2, k // m + 1, k + 1))
         draws[0, 0, : len(silent)] = silent[: k + 1]
-        for count, score in votes_and_scores:
-            chances = _binomial(count, share)
+        for count, score, chances in answers_drawn:
             new_draws = np.zeros_like(draws)
             for votes in range(min(m, count + 1)):
                 new_draws[:, :, votes:] += chances[votes] * draws[:, :, : k + 1 - votes]

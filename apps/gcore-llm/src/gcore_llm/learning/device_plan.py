@@ -166,14 +166,20 @@ def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     for line in summarize_plan(plan, device) + describe_checkpointing(config, is_auto=is_auto):
         say(line)
     rollout = config.rollout
-    rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
     planned_options = {
         "gpu_memory_utilization": plan.gpu_memory_utilization,
         "kv_cache_bytes": plan.kv_cache_bytes,
     }
-    for name in planned_options.keys() & rollout.kind.engine_options:
-        options = {name: planned_options[name], **rollout.engine_options}
-        rollout = replace(rollout, engine_options=options)
+    taken = {
+        name: planned_options[name]
+        for name in planned_options
+        if name in rollout.kind.engine_options
+    }
+    rollout = replace(
+        rollout,
+        colocated=plan.takes_turns and not config.lends_ranks,
+        engine_options={**taken, **rollout.engine_options},
+    )
     return replace(config, rollout=rollout)
 
 

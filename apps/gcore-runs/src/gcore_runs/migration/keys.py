@@ -59,8 +59,6 @@ def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
     return None
 
 
-_TABLE = ".engine_options"
-"""The end of the name of a table, of which settings of earlier versions are entries."""
 _ACTOR_AND_REF = "actor_rollout_ref."
 """A section of verl that gcore does not have."""
 _TYPED_NAMES = {
@@ -125,9 +123,6 @@ def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = s
     removed = find_key(read_keys("removed"), name)
     if removed is not None and not removed.ours:
         return _add_relatives(f"there is no such setting: {removed.why}", name, settings, spelled)
-    if removed is not None and removed.ours[0] in settings and removed.ours[0].endswith(_TABLE):
-        entry = f"{removed.ours[0]}.{name.rpartition('.')[2]}"
-        return f"did you mean {spelled(entry)}?"
     matches = [name] if name in settings else []
     for key in filter(None, map(other_names().get, _endings(name))):
         if not matches:

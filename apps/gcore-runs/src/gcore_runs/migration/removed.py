@@ -33,10 +33,7 @@ def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
         elif key.ours and key.off is not None and value in key.off:
             continue
         elif key.ours:
-            target = key.ours[0]
-            if target == "rollout.engine_options":
-                target += f".{name.rpartition('.')[2]}"
-            translated[target] = value
+            translated[key.ours[0]] = value
         elif key.off is not None and value not in key.off:
             raise UserError(f"{name} is {value!r}; expected {key.off[-1]!r}: {key.why}")
     tables = nest(translated)

@@ -448,8 +448,7 @@ class LocalEngineConfig(Checked):
             check_engine_options(self.engine, self.engine_options)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
-        for name in _BOUNDED_OPTIONS.keys() & self.kind.engine_options:
-            bound = _BOUNDED_OPTIONS[name]
+        for name, bound in _BOUNDED_OPTIONS.items():
             value = self.engine_options.get(name)
             if value is not None and not bound.holds(value):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Trackers: their interface, the one that every run may have, and those that a run can name in trainer.trackers."""
+"""The interface of a tracker, and the one that every run may have without an extra."""
 
 import base64
 import io

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -34,7 +34,9 @@ from gcore_ckpt.loading.reader import (
 )
 from gcore_ckpt.storage import Storage, open_for_writing
 from gcore_ckpt.storage.local import open_storage
-from gcore_ckpt.tiers.tier import BestMode, Tier
+
+if TYPE_CHECKING:
+    from gcore_ckpt.tiers.tier import BestMode
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
 _EXIT_FOUND = 1
@@ -261,11 +263,13 @@ def _prune(
     keep: int | None,
     keep_every: int | None,
     keep_best: int | None,
-    best_mode: BestMode,
+    best_mode: "BestMode",
     above: int | None,
     set_aside: bool,
     dry_run: bool,
 ) -> int:
+    from gcore_ckpt.tiers.tier import Tier
+
     for option, value in (("--keep-every", keep_every), ("--keep-best", keep_best)):
         if keep is None and value is not None:
             raise ValueError(f"{option} is {value} without --keep; expected both")

@@ -25,18 +25,8 @@ class EngineLayout(CheckedQuantities):
     """The engines of a role, all alike.
 
     Example:
-        >>> policy = ModelShape(qkv_bias=True, workload=TransformerWorkload(
-        ...     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        ...     num_key_value_heads=4, head_dim=128, vocab_size=152064))
-        >>> lengths = Lengths.recorded([1024])
-        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
-        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        ...     context_parallel_size=1, data_parallel_size=8, gradient_checkpointing=True, ppo_max_token_len=8192)
-        >>> cluster = Cluster(num_devices=8, device=Device.named("H100"))
-        >>> for engines in (EngineLayout(num_engines=8), EngineLayout(num_engines=2, devices_per_engine=4)):
-        ...     print(engines.num_devices, round(predict_layout(cluster, job, layout, engines).generation_s, 1))
-        8 11.7
-        8 10.4
+        >>> EngineLayout(num_engines=2, devices_per_engine=4).num_devices
+        8
     """
 
     num_engines: Positive

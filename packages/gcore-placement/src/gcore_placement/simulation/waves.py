@@ -80,8 +80,10 @@ def simulate_waves(
         done_R = replicas_done_s(generated, len(chunk) * replicas[0])
         spare_W = done_R.reshape(len(chunk), -1).min(axis=1)
         loans: list[EngineLoan] = []
-        if lends and _queued_until_s(judged, starts)[0] > spare_W[0]:
+        queued_W = _queued_until_s(judged, starts)
+        if lends and queued_W[0] > spare_W[0]:
             judged, loans = judge_with_loans(costs, replicas, generated, judged)
+            queued_W = _queued_until_s(judged, starts)
         arrival = judged.requests.arrival
         generation_W = np.maximum.reduceat(generated.finish, starts)
         end_W = np.maximum.reduceat(judged.finish, starts)
@@ -90,7 +92,6 @@ def simulate_waves(
         judged_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
         alone_Q = _judged_alone_s(reward, judged.requests)
         uncontended_W = np.maximum.reduceat(arrival + alone_Q, starts)
-        queued_W = _queued_until_s(judged, starts)
         num_lent = sum(loan.num_devices for loan in loans)
         at_end = (
             replicas[0] - num_lent // policy.devices_per_replica,

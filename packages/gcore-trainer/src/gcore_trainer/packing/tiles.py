@@ -209,6 +209,7 @@ def make_calls(
         key_spans = [tile.keys for tile in members]
         is_first = seen == "until"
         is_causal = seen != "all"
+        lengths = key_mask = None
         if is_varlen:
             queries = places_end_to_end(query_spans, **options)
             keys = places_end_to_end(key_spans, **options)
@@ -219,22 +220,22 @@ def make_calls(
                 is_causal=is_causal,
                 window=window if is_first else None,
             )
-            call = TileCall(
-                queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, lengths=lengths
-            )
-            calls.append(call)
-            continue
-        queries = padded_places(query_spans, num_tokens=num_tokens, **options)
-        keys = padded_places(key_spans, num_tokens=num_tokens, **options)
-        is_padding_SL = keys.is_padding
-        key_mask = None
-        if is_padding_SL is not None and not is_causal:
-            key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(
-                is_padding_SL, -torch.inf
-            )
-            key_mask = key_mask[:, None, None]
+        else:
+            queries = padded_places(query_spans, num_tokens=num_tokens, **options)
+            keys = padded_places(key_spans, num_tokens=num_tokens, **options)
+            is_padding_SL = keys.is_padding
+            if is_padding_SL is not None and not is_causal:
+                key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(
+                    is_padding_SL, -torch.inf
+                )
+                key_mask = key_mask[:, None, None]
         call = TileCall(
-            queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, key_mask=key_mask
+            queries=queries,
+            keys=keys,
+            is_first=is_first,
+            is_causal=is_causal,
+            lengths=lengths,
+            key_mask=key_mask,
         )
         calls.append(call)
     return calls
