@@ -532,7 +532,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
     def _step(self) -> None:
         """Start waiting samples (`_pop_groups`), sample a token of each running one, and hand over finished ones.
 
-        An engine with a `_drive` of its own, such as that of a server, has no steps.
+        Engines of images, with a `_drive` of their own, and of servers, with a `_start` of theirs, have no steps.
         """
         raise NotImplementedError
 
