@@ -15,8 +15,8 @@ from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, in_parts, u
 from safetensors.torch import load_file
 from tiny_vision_model import IMAGE, VISION_END, VISION_START, Reference, noise, save_vision_model
 
+from gcore_agents import ChatEncoder
 from gcore_rollout import (
-    ChatEncoder,
     Completion,
     Engine,
     EngineModelError,

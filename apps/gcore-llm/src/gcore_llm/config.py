@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.sections import (
     ActorConfig,
@@ -19,7 +20,7 @@ from gcore_llm.sections import (
     TaskConfig,
     WarmupConfig,
 )
-from gcore_rollout import MultiTurnConfig, reward_names
+from gcore_rollout import reward_names
 from gcore_runs import (
     ABOVE_0,
     BACKEND_SETTINGS,
@@ -89,6 +90,7 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     max_staleness: Count = 8
     """Responses with a token by weights of more than this many steps before are generated again from scratch."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,11 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
                 "rollout.engine_options.weights_dir is not set; expected a folder with rollout.engine "
                 f"{self.engine!r}"
             )
+
+    @property
+    def has_several_turns(self) -> bool:
+        """True if an environment, an agent or the reward answers turns."""
+        return self.multi_turn.is_used or bool(self.agent.run)
 
     @property
     def weights_dir(self) -> str:
@@ -367,7 +374,13 @@ class TrainConfig(BaseRLConfig):
         has_messages = self.data.train_files or not rollout.multi_turn.max_revisions
         files = "data.train_files, whose messages a revision can follow"
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
-        several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
+        is_one = not (rollout.multi_turn.is_used and rollout.agent.run)
+        both = "'' with rollout.multi_turn.environment or max_revisions"
+        self.require("rollout.agent.run", is_one, both)
+        # A return along a conversation has no meaning across its branches.
+        is_outcome = not (rollout.agent.run and algorithm.estimator.needs_critic)
+        self.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
+        several_turns = "several turns" if rollout.has_several_turns else ""
         greedy = (
             f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
             if algorithm.estimator.needs_greedy
@@ -442,12 +455,15 @@ class TrainConfig(BaseRLConfig):
                 "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
             )
         is_rewarded = (
-            self.reward or self.rollout.multi_turn.environment or self.reward_model.is_used
+            self.reward
+            or self.rollout.multi_turn.environment
+            or self.rollout.agent.run
+            or self.reward_model.is_used
         )
         if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
-                "or a reward_model, or an environment that rewards, or algorithm.adv_estimator distillation"
+                "or a reward_model, or an environment or agent that rewards, or algorithm.adv_estimator distillation"
             )
 
     @property
@@ -570,7 +586,7 @@ class TrainConfig(BaseRLConfig):
             f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {num_cp}": num_cp > 1,
             f"rollout.engine is {self.rollout.engine!r}": not self.rollout.kind.takes_images,
-            "rollout.multi_turn makes several turns": self.rollout.multi_turn.is_used,
+            "rollout makes several turns": self.rollout.has_several_turns,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
         for name, is_unfit in unfit.items():

@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from gcore_agents import MessageError, check_text, normalize_messages, render_chat
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.large_prompts import (
     LargePrompts,
@@ -22,11 +23,7 @@ from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import (
     Prompt,
     PromptImages,
-    RequestError,
     RolloutError,
-    check_text,
-    normalize_messages,
-    render_chat,
 )
 from gcore_runs import (
     RowSource,
@@ -123,7 +120,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
             ]
         kwargs = {**data.chat_template_kwargs, "add_generation_prompt": True, "tokenize": False}
         return render_chat(tokenizer, messages, **kwargs)
-    except RequestError as error:
+    except MessageError as error:
         raise UserError(f"{where}: {error}") from None
 
 

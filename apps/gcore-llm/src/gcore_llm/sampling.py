@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from gcore_agents import ChatEncoder, MessageError, render_chat
 from gcore_ckpt import load
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.prompts import PromptSets, longest_sequence, takes_special_tokens
 from gcore_llm.sections import RunJudge
 from gcore_rollout import (
-    ChatEncoder,
     CompositeReward,
     Engine,
     EngineReplicas,
@@ -33,7 +33,6 @@ from gcore_rollout import (
     engine_factory as factory_of,
     load_function,
     make_winner_parser,
-    render_chat,
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
@@ -381,7 +380,7 @@ def _classifier_encoder(
         conversation = [*messages, {"role": "assistant", "content": completion}]
         try:
             text = render_chat(tokenizer, conversation, tokenize=False)
-        except RequestError as error:
+        except MessageError as error:
             raise RewardError(f"reward_model.path: {error}") from None
         return end(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -138,7 +138,7 @@ def train_simulated(config: SimulatedConfig, display: Display | None = None) -> 
     image_key = config.data.image_key
     unfit = {
         f"trainer.schedule is {schedule!r}": schedule != "sync",
-        "rollout.multi_turn makes several turns": config.rollout.multi_turn.is_used,
+        "rollout makes several turns": config.rollout.has_several_turns,
         f"data.image_key is {image_key!r}": bool(image_key),
     }
     _refuse(unfit, "the schedule 'sync', single turns and no images in a simulation")
@@ -213,7 +213,7 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
         "rollout.partial_rollout is true": rollout.partial_rollout,
         "rollout.tail_batching is true": rollout.tail_batching,
-        "rollout.multi_turn makes several turns": rollout.multi_turn.is_used,
+        "rollout makes several turns": rollout.has_several_turns,
         f"actor.ppo_epochs is {epochs}": epochs > 1,
     }
     expected = "a run without a critic and greedy responses, of single turns that end in the step that started them"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
+from gcore_llm.agents.episodes import make_episodes
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.large_prompts import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
@@ -230,11 +231,15 @@ async def _try_rewards(
 
 
 def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: TextRewards) -> dict[str, Any]:
-    """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
-    environment = config.rollout.multi_turn.build(
+    """Return the fields of `SamplingRoles` that score, with the episodes that the config names."""
+    episodes = make_episodes(
+        config.rollout.agent,
+        config.rollout.multi_turn,
         tokenizer,
         rewards.runner,
+        is_rewarded=bool(config.reward or config.reward_model.is_used or config.task.name),
         prompt_key=config.data.prompt_key,
+        max_context=config.data.max_length,
         on_error=config.reward_calls.on_error,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
@@ -243,7 +248,7 @@ def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: TextRewards) -> 
         "comparison": rewards.comparison,
         "graders": rewards.graders,
         "tokenizer": tokenizer,
-        "environment": environment,
+        "episodes": episodes,
     }
 
 

@@ -92,6 +92,7 @@ from .errors import (
     EngineDiedError as EngineDiedError,
     EngineModelError as EngineModelError,
     EngineStartError as EngineStartError,
+    EpisodeError as EpisodeError,
     NoScoreError as NoScoreError,
     RequestError as RequestError,
     RewardConfigError as RewardConfigError,
@@ -100,6 +101,7 @@ from .errors import (
     WrongWeightsError as WrongWeightsError,
 )
 from .generation import (
+    EpisodeRole as EpisodeRole,
     Generation as Generation,
     GroupComparison as GroupComparison,
     RolloutRoles as RolloutRoles,
@@ -123,26 +125,6 @@ from .images.reward import (
 )
 from .images.vision_processor import (
     VisionProcessor as VisionProcessor,
-)
-from .multi_turn.chat import ChatEncoder as ChatEncoder
-from .multi_turn.config import (
-    MultiTurnConfig as MultiTurnConfig,
-)
-from .multi_turn.environment import (
-    Environment as Environment,
-    Opening as Opening,
-    Reply as Reply,
-    Tool as Tool,
-    ToolEnvironment as ToolEnvironment,
-)
-from .multi_turn.episode import (
-    run_episode as run_episode,
-)
-from .multi_turn.messages import (
-    check_text as check_text,
-    drop_none as drop_none,
-    normalize_messages as normalize_messages,
-    render_chat as render_chat,
 )
 from .prompts import (
     Prompt as Prompt,

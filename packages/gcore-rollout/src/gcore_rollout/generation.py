@@ -4,21 +4,24 @@ import asyncio
 from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError, RequestError, RewardError
-from gcore_rollout.groups import Group, LengthHistory, MeasuredLength, measure_length
-from gcore_rollout.multi_turn.config import EnvironmentRole
-from gcore_rollout.multi_turn.episode import run_episode
+from gcore_rollout.errors import EpisodeError, RewardError
+from gcore_rollout.groups import (
+    Group,
+    LengthHistory,
+    MeasuredLength,
+    measure_length,
+    share_prompt,
+)
 from gcore_rollout.prompts import Prompt
 from gcore_rollout.rewards.reward import FailureLog, Scored
-from gcore_rollout.rewards.runner import RewardRunner
+from gcore_rollout.rewards.runner import OnError, RewardRunner
 
 _INDEX = attrgetter("index")
 """Returns the index of a response, by which a group keeps them sorted."""
@@ -75,6 +78,30 @@ class GroupComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpisodeRole:
+    """Makes responses of several turns, in which an environment or an agent takes part.
+
+    Example:
+        >>> async def play(policy, prompt, request_id, sampling, seed):
+        ...     request = Request(request_id=request_id, prompt_token_ids=prompt.token_ids, sampling=sampling)
+        ...     [completion] = [c async for c in policy.generate([request])]
+        ...     return replace(completion, turns=("a turn",))
+        >>> EpisodeRole(play=play, on_error="drop").failures.drain()
+        (0, [])
+    """
+
+    play: Callable[[Engine, Prompt, str, SamplingParams, int], Awaitable[Completion]]
+    """Plays an episode of a prompt's row, under a request id and with a seed: ``max_tokens`` bounds all of it. An
+    `EpisodeError` if the episode fails."""
+    on_error: OnError
+    """Reaction to an episode that fails."""
+    is_scored: bool = False
+    """Whether the reward has scored the turns; otherwise it scores the last one."""
+    failures: FailureLog = field(default_factory=FailureLog)
+    """Failures of episodes, with ``on_error`` "drop"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutRoles:
     """The services that generate and score responses.
 
@@ -92,19 +119,19 @@ class RolloutRoles:
     reward: RewardRunner
     tokenizer: Any
     comparison: GroupComparison | None = None
-    environment: EnvironmentRole | None = None
+    episodes: EpisodeRole | None = None
     """None: responses have one turn."""
     policy_slots: int | None = None
     """Most responses that the policy generates at once, if it is the controller's own; None: all controllers share it,
     and take no prompts from each other."""
 
     def failure_logs(self) -> list[FailureLog]:
-        """Return the logs of reward calls and environments whose failures are dropped."""
+        """Return the logs of reward calls and episodes whose failures are dropped."""
         logs = [self.reward.failures]
         if self.comparison is not None:
             logs.append(self.comparison.runner.failures)
-        if self.environment is not None:
-            logs.append(self.environment.failures)
+        if self.episodes is not None:
+            logs.append(self.episodes.failures)
         return logs
 
 
@@ -278,12 +305,12 @@ class Generation:
             # Those of which nothing is known are as long as any could be.
             max_tokens = self.sampling.max_tokens
             groups.sort(key=lambda group: -(group.expected_tokens or max_tokens))
-        if self.roles.environment is not None:
+        if self.roles.episodes is not None:
             for group in groups:
                 for index in range(self.n):
-                    self._launch(1, self._play(self.roles.environment, group, index))
+                    self._launch(1, self._play(self.roles.episodes, group, index))
                 if self.with_greedy:
-                    self._launch(1, self._play(self.roles.environment, group, None))
+                    self._launch(1, self._play(self.roles.episodes, group, None))
             return
         requests = [self._request(group) for group in groups]
         if self.with_greedy:
@@ -374,9 +401,7 @@ class Generation:
         ):
             self.finished(pending.group)
 
-    async def _play(
-        self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None
-    ) -> None:
+    async def _play(self, role: EpisodeRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
         name = str(index)
         sampling = self.sampling
@@ -384,35 +409,33 @@ class Generation:
             name = "greedy"
             sampling = self._greedy
         try:
-            episode = await run_episode(
+            episode = await role.play(
                 self.roles.policy,
-                environment.new(group.prompt.row),
-                environment.encoder,
-                request_id=f"{group.prompt_index}/{name}",
-                sampling=sampling,
-                limits=environment.limits,
-                seed=hash((self.seed, group.prompt_index, index)),
+                group.prompt,
+                f"{group.prompt_index}/{name}",
+                sampling,
+                hash((self.seed, group.prompt_index, index)),
             )
         except EpisodeError as error:
-            if environment.on_error == "raise":
+            if role.on_error == "raise":
                 raise
             # A failure of the run's reward during a revision is counted by the reward.
             if not isinstance(error.__cause__, RewardError):
-                environment.failures.failed(error)
+                role.failures.failed(error)
             group.num_failed += 1
             return
         finally:
             self._end_of_response()
-        parts = {"turns": float(len(episode.turns)), "environment": episode.score}
-        if environment.limits.max_revisions:
+        if role.is_scored:
             # The run's reward has scored the turns.
-            environment.failures.succeeded()
-            scored = Scored(score=episode.score, parts=parts)
+            role.failures.succeeded()
+            scored = Scored(score=episode.score, parts=episode.parts)
         else:
             last = await self._reward_text(group, episode.turns[-1])
             if last is None:
                 return
-            scored = replace(last, score=episode.score + last.score, parts={**last.parts, **parts})
+            parts = {**last.parts, **episode.parts}
+            scored = replace(last, score=episode.score + last.score, parts=parts)
         self._add(group, replace(episode, index=index or 0), scored)
 
 
@@ -430,29 +453,20 @@ class _PendingGroup:
     num_failed: int = 0
     """Responses without a score."""
     is_deferred: bool = False
-    opening: NDArray[np.int64] | None = None
-    """Tokens of the prompt as the environment opened the episodes."""
 
     @property
     def prompt_index(self) -> int:
         return self.group.prompt_index
 
     def add(self, response: Completion, scored: Scored, *, is_greedy: bool) -> None:
-        """Add a scored response, or only its score if it is greedy; `RequestError` if an episode starts differently."""
+        """Add a scored response, or only its score if it is greedy."""
         if is_greedy:
             self.group.greedy_score = scored.score
             return
-        opening = response.prompt_ids
-        if opening is not None:
-            if self.opening is not None and not np.array_equal(opening, self.opening):
-                raise RequestError(
-                    "rollout.multi_turn.environment started episodes of one row with different messages; expected the "
-                    "same messages in a group, whose episodes are compared with each other "
-                    f"(row {self.prompt.row!r:.200})"
-                )
-            self.opening = self.group.prompt_ids = opening
-        score = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
-        # Of an episode, the group has the prompt, and nothing reads the texts of its turns any more.
-        insort(
-            self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_INDEX
+        # Nothing reads the texts of an episode's turns any more.
+        response = replace(
+            response, turns=(), score=scored.score, parts=scored.parts, answer=scored.answer
         )
+        if response.prompt_ids is not None:
+            response = share_prompt(self.group, response)
+        insort(self.group.responses, response, key=_INDEX)

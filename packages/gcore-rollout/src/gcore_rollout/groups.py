@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, get_args
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, EpisodeEnd
+from gcore_rollout.errors import RequestError
 from gcore_rollout.prompts import Prompt, PromptImages
 from gcore_rollout.rewards.reward import part_means
 
@@ -99,6 +100,57 @@ class Group:
         images = fields.pop("images", None)
         images = images and PromptImages.from_state(images)
         return cls(prompt_index=prompt_index, responses=responses, images=images, **fields)
+
+
+def share_prompt(group: Group, response: Completion) -> Completion:
+    """Return a response to the group's prompt, whose episode may have started with another one.
+
+    The prompt of the group becomes what all episodes start with; what differs from there on is a part of each response,
+    which the policy did not write. `RequestError` if episodes do not even start with the same token.
+    """
+    prompt_ids = response.prompt_ids
+    assert prompt_ids is not None
+    if not group.responses:
+        group.prompt_ids = prompt_ids
+    size = min(prompt_ids.size, group.prompt_ids.size)
+    differs = np.flatnonzero(prompt_ids[:size] != group.prompt_ids[:size])
+    size = int(differs[0]) if differs.size else size
+    if not size:
+        raise RequestError(
+            f"episodes of prompt {group.prompt_index} start with different tokens, {group.prompt_ids[0]} and "
+            f"{prompt_ids[0]}; expected the same, because their scores are compared with each other"
+        )
+    rest = group.prompt_ids[size:]
+    if rest.size:
+        group.responses = [_extend_start(earlier, rest) for earlier in group.responses]
+        group.prompt_ids = group.prompt_ids[:size]
+    return _extend_start(replace(response, prompt_ids=None), prompt_ids[size:])
+
+
+def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion:
+    """Return a response that starts with tokens which the policy did not write."""
+    count = tokens.size
+    if not count:
+        return response
+    mask = response.mask
+    if mask is None:
+        mask = np.ones(response.token_ids.shape, np.bool_)
+    forks = response.forks
+    if forks is not None:
+        # What followed the prompt follows these tokens.
+        parents = np.where(forks[:, 1] >= -1, forks[:, 1] + count, forks[:, 1])
+        forks = np.stack([forks[:, 0] + count, parents], axis=1)
+    return replace(
+        response,
+        token_ids=np.append(tokens, response.token_ids),
+        log_probs=np.append(np.zeros(count, np.float32), response.log_probs),
+        weight_versions=np.append(np.full(count, -1, np.int32), response.weight_versions),
+        mask=np.append(np.zeros(count, np.bool_), mask),
+        forks=forks,
+        credit=None
+        if response.credit is None
+        else np.append(np.zeros(count, np.float32), response.credit),
+    )
 
 
 SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_agents import MessageError, check_text
 from gcore_diffusion.config import DiffusionDataConfig
-from gcore_rollout import RequestError, RolloutError, check_text, decode_image
+from gcore_rollout import RolloutError, decode_image
 from gcore_runs import UserError, columns, hold_out, image_sources, mix_sets, open_rows
 from gcore_runs.inputs import read_lines
 
@@ -114,7 +115,7 @@ def _of_row(
         raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
     try:
         check_text(text, key)
-    except RequestError as error:
+    except MessageError as error:
         raise UserError(f"{where}: {error}") from None
     prompt = ImagePrompt(text=text, row=row)
     if config.image_key:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_agents import MessageError, render_chat
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.reward_config import DEMO_REWARDS
 from gcore_rollout import (
@@ -22,14 +23,12 @@ from gcore_rollout import (
     ImageJudgeReward,
     ImageRewardKind,
     ImageRewardSettings,
-    RequestError,
     VisionProcessor,
     build_image_reward,
     engine_factory,
     load_function,
     make_colour_reward,
     register_image_reward,
-    render_chat,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, keep_free_memory
 from gcore_runs.engines import Instrumentation, device_options
@@ -253,7 +252,7 @@ def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
         message = {"role": "user", "content": parts}
         try:
             text = render_chat(tokenizer, [message], add_generation_prompt=True, tokenize=False)
-        except RequestError as error:
+        except MessageError as error:
             raise UserError(f"reward.path is {str(path)!r}: {error}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 

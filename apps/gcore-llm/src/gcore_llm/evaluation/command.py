@@ -162,7 +162,10 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     )
     config = replace(config, data=data, rollout=rollout, reward=args.reward or config.reward)
     has_reward = (
-        config.reward or config.reward_model.is_used or config.rollout.multi_turn.environment
+        config.reward
+        or config.reward_model.is_used
+        or config.rollout.multi_turn.environment
+        or config.rollout.agent.run
     )
     ungraded = [source.path for source in sources if source.name not in config.set_rewards]
     if ungraded and not has_reward and not config.task.name:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from gcore_agents import MessageError, check_text, drop_none, normalize_messages
 from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens, Tools
 from gcore_llm.prompts import Problem, are_messages
 from gcore_placement import TransformerWorkload, micro_batches
-from gcore_rollout import RequestError, check_text, drop_none, normalize_messages
 from gcore_runs import BaseDataConfig, hold_out, open_rows
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, Sample, scored_at_end
@@ -189,7 +189,7 @@ def _read_columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> d
                 check_text(value, name)
             elif are_messages(value):
                 value = normalize_messages(value)
-        except RequestError as error:
+        except MessageError as error:
             reason = str(error) if isinstance(value, str) else f"{name}: {error}"
             raise UserError(f"{where}: {reason}") from None
         columns[name] = value
@@ -213,7 +213,7 @@ def _tools(row: Mapping[str, Any], where: str) -> Tools:
         )
     try:
         return drop_none(tools, "tools")
-    except RequestError as error:
+    except MessageError as error:
         raise UserError(f"{where}: {error}") from None
 
 

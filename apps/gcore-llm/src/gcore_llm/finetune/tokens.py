@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_agents import MessageError, render_chat
 from gcore_llm.prompts import takes_special_tokens
-from gcore_rollout import RequestError, render_chat
 from gcore_runs.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
@@ -186,7 +186,7 @@ class Encoder:
             options["tools"] = list(tools)
         try:
             return render_chat(self._tokenizer, list(messages), **options)
-        except RequestError as error:
+        except MessageError as error:
             raise UserError(f"{where}: {error}") from None
 
     def _encode(

@@ -62,6 +62,7 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
             old_log_probs=response.log_probs if algorithm.old_log_probs == "rollout" else None,
             rollout_log_probs=response.log_probs,
             images=images,
+            forks=response.forks,
         )
         samples.append(sample)
     return samples
@@ -111,12 +112,23 @@ async def prepare(
     metrics = await add_advantages(
         samples, rewards, greedy_scores, estimator, settings, group.all_gather
     )
+    _set_credit(groups, samples)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
         metrics |= await add_rollout_correction(
             samples, algorithm.rollout_correction, group.all_gather
         )
     return metrics
+
+
+def _set_credit(groups: Sequence[Group], samples: Sequence[Sequence[Sample]]) -> None:
+    """Set the advantages of episodes whose turns are credited one by one: against the mean return of the group."""
+    for group, group_samples in zip(groups, samples, strict=True):
+        returns = [response.parts.get("agent/return", 0.0) for response in group.responses]
+        for response, sample in zip(group.responses, group_samples, strict=True):
+            if response.credit is not None:
+                advantages = response.credit - np.float32(np.mean(returns))
+                sample.advantages = np.where(sample.mask, advantages, np.float32(0))
 
 
 def _rewards(

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "repetition", "abort"]
 """An end-of-sequence token was sampled, or a stop string is complete; max_tokens were sampled; the last tokens repeat a
 pattern; `Engine.abort` cut it."""
-EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
-"""The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
-episode were used up; its turns were."""
+EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns", "timeout"]
+"""The environment or the agent ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the
+tokens of the episode were used up; its turns were; its time was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +319,11 @@ class Completion(AnySample):
     mask: NDArray[np.bool_] | None = None
     """Tokens that the policy sampled, against those of an environment between its turns, which have log-probs of 0 and
     versions of -1; None: it sampled all of them."""
+    forks: NDArray[np.int64] | None = None
+    """[F, 2] of an episode whose conversations branch: token ``forks[i, 0]`` follows token ``forks[i, 1]``, and not the
+    one before it; -1: it follows the prompt; -2: it follows nothing. None: there is one conversation."""
+    credit: NDArray[np.float32] | None = None
+    """[T] advantages of the tokens, if they are not made of the score."""
     end: EpisodeEnd | None = None
     """How an episode of several turns ended; None: there is one turn."""
     turns: tuple[str, ...] = ()

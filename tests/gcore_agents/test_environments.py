@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,29 +14,31 @@ from engine_oracles import EOS_TOKEN_IDS, VOCAB_SIZE, TinyModel
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from gcore_rollout import (
+from gcore_agents import (
     ChatEncoder,
-    Completion,
-    EngineStats,
-    HFEngine,
-    MultiTurnConfig,
+    MessageError,
     Opening,
     Reply,
-    Request,
-    RequestError,
-    RolloutError,
-    SamplingParams,
-    Scored,
+    RevisionEnvironment,
     Tool,
     ToolEnvironment,
     render_chat,
-    run_episode,
 )
-from gcore_rollout.errors import EpisodeError
-from gcore_rollout.multi_turn.config import EnvironmentRole
-from gcore_rollout.multi_turn.environment import RevisionEnvironment
-from gcore_rollout.multi_turn.tool_calls import ToolCall, read_calls, read_hermes
+from gcore_agents.chat.tool_calls import ToolCall, read_calls, read_hermes
+from gcore_llm.agents.config import MultiTurnConfig
+from gcore_llm.agents.episodes import EpisodePlayer, run_environment
+from gcore_rollout import (
+    Completion,
+    EngineStats,
+    EpisodeError,
+    HFEngine,
+    Prompt,
+    Request,
+    SamplingParams,
+)
+from gcore_runs import UserError
 
+_LIMITS = MultiTurnConfig()
 START, END = "<|start|>", "<|end|>"
 # Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.
 TEMPLATE = """
@@ -131,6 +134,29 @@ class Questions:
 SAMPLING = SamplingParams(max_tokens=200)
 
 
+async def run_episode(
+    engine: Any,
+    environment: Any,
+    encoder: ChatEncoder,
+    *,
+    request_id: str,
+    sampling: SamplingParams,
+    limits: MultiTurnConfig = _LIMITS,
+    seed: int = 0,
+) -> Completion:
+    """Play an episode as a run does."""
+    player = EpisodePlayer(
+        drive=partial(run_environment, lambda _: environment, limits.step_timeout_s),
+        encoder=encoder,
+        multi_turn=limits,
+        max_context=0,
+        credit=None,
+        needs_score=False,
+    )
+    prompt = Prompt(text="", token_ids=(1,), row={})
+    return await player.play(engine, prompt, request_id, sampling, seed)
+
+
 def encoded(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -181,7 +207,7 @@ def test_without_a_template_contents_follow_each_other() -> None:
         tokenizer, " no"
     )
     with pytest.raises(
-        RolloutError, match="the tokenizer has no chat template that could announce them"
+        MessageError, match="the tokenizer has no chat template that could announce them"
     ):
         encoder.first([{"role": "user", "content": "1+1="}], tools=[{"type": "function"}])
 
@@ -190,7 +216,7 @@ def test_a_template_that_cannot_continue_is_refused() -> None:
     tokenizer = make_tokenizer(
         "{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(RolloutError, match="does not render messages of user after the policy's"):
+    with pytest.raises(MessageError, match="does not render messages of user after the policy's"):
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
 
 
@@ -198,7 +224,7 @@ def test_a_template_that_fails_is_one_error() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(
-        RolloutError, match="the chat template refuses the messages: division by zero"
+        MessageError, match="the chat template refuses the messages: division by zero"
     ):
         ChatEncoder(tokenizer).first([{"role": "user", "content": "x"}])
 
@@ -324,7 +350,7 @@ async def test_broken_environments_are_reported() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(RequestError, match="max_assistant_turns is 0; expected 1 or more"):
+    with pytest.raises(UserError, match="max_assistant_turns is 0; expected 1 or more"):
         MultiTurnConfig(max_assistant_turns=0)
     with pytest.raises(
         ValueError, match="expected one or more in a reply that does not end the episode"
@@ -595,7 +621,7 @@ REFUSING = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_e
         (
             REFUSING,
             [{"role": "system", "content": "?"}],
-            "reset: the chat template refuses the messages: only users",
+            "turn 1: the chat template refuses the messages: only users",
         ),
         (TEMPLATE, [{"role": "user"}], "reset: message 1.content is missing; expected text"),
         (
@@ -633,22 +659,28 @@ async def test_an_opening_that_cannot_be_answered_ends_its_episode(
     await engine.close()
 
 
-def test_an_environment_that_cannot_be_made_fails_its_episode() -> None:
-    encoder, limits = ChatEncoder(make_tokenizer()), MultiTurnConfig()
-    role = EnvironmentRole(
-        make=lambda row: row["board"], encoder=encoder, limits=limits, on_error="drop"
+async def test_an_environment_that_cannot_be_made_fails_its_episode() -> None:
+    make = partial(run_environment, lambda row: row["board"], 1.0)
+    player = EpisodePlayer(
+        drive=make,
+        encoder=ChatEncoder(make_tokenizer()),
+        multi_turn=_LIMITS,
+        max_context=0,
+        credit=None,
+        needs_score=False,
     )
+    prompt = Prompt(text="", token_ids=(1,), row={})
     with pytest.raises(EpisodeError, match="the environment was not made: KeyError: 'board'"):
-        role.new({})
+        await player.play(ScriptedEngine([]), prompt, "e", SAMPLING, 0)
 
 
 def test_text_without_calls_has_none() -> None:
     assert hermes_calls("<tool_call> never closed") == []
 
 
-def by_length(feedback: str) -> Callable[[str], Awaitable[Scored]]:
-    async def reward(text: str) -> Scored:
-        return Scored(score=len(text) / 10, feedback=feedback)
+def by_length(feedback: str) -> Callable[[str], Awaitable[tuple[float, str]]]:
+    async def reward(text: str) -> tuple[float, str]:
+        return len(text) / 10, feedback
 
     return reward
 
@@ -688,9 +720,9 @@ async def test_without_words_the_score_is_said() -> None:
 
 
 def test_bad_revisions_are_refused() -> None:
-    with pytest.raises(RequestError, match="max_revisions is 0; expected at least 1"):
+    with pytest.raises(ValueError, match="max_revisions is 0; expected at least 1"):
         RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=0)
-    with pytest.raises(RequestError, match="good_enough is nan; expected a finite number"):
+    with pytest.raises(ValueError, match="good_enough is nan; expected a finite number"):
         RevisionEnvironment([], by_length(""), good_enough=float("nan"), max_revisions=1)
 
 
@@ -715,6 +747,6 @@ def test_bad_revisions_are_refused() -> None:
 def test_a_chat_template_that_fails(template: str, reason: str) -> None:
     tokenizer = make_tokenizer(template)
     with pytest.raises(
-        RequestError, match=re.escape(f"the chat template refuses the messages: {reason}")
+        MessageError, match=re.escape(f"the chat template refuses the messages: {reason}")
     ):
         render_chat(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)

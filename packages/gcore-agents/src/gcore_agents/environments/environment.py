@@ -6,13 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
-from gcore_rollout.engines.protocol import EpisodeEnd
-from gcore_rollout.errors import RequestError, require
-from gcore_rollout.multi_turn.chat import Message
-from gcore_rollout.multi_turn.tool_calls import ToolCall, read_calls, read_hermes
-from gcore_rollout.rewards.reward import Scored
+from gcore_agents.chat.tool_calls import ToolCall, read_calls, read_hermes
+from gcore_agents.graph import Message
+from gcore_agents.session import SessionEnd
 
-EpisodeOutcome = Literal[EpisodeEnd, "failed", "cancelled"]
+EpisodeOutcome = Literal[SessionEnd, "failed", "cancelled"]
 """How an episode ended, or that it was given up: something failed in it, or the run ended."""
 
 
@@ -113,7 +111,7 @@ class RevisionEnvironment:
 
     Example:
         >>> async def score(completion):
-        ...     return Scored(score=float(completion == "4"), feedback="Count again.")
+        ...     return float(completion == "4"), "Count again."
         >>> messages = [{"role": "user", "content": "2 + 2 ="}]
         >>> environment = RevisionEnvironment(messages, score, good_enough=1.0, max_revisions=3)
         >>> asyncio.run(environment.step("5")).messages
@@ -123,22 +121,17 @@ class RevisionEnvironment:
     """
 
     messages: Sequence[Message]
-    reward: Callable[[str], Awaitable[Scored]]
+    reward: Callable[[str], Awaitable[tuple[float, str]]]
+    """Returns an answer's score and the feedback on it, which may be empty."""
     _: KW_ONLY
     good_enough: float
     max_revisions: int
 
     def __post_init__(self) -> None:
-        require(
-            "good_enough",
-            self.good_enough,
-            math.isfinite(self.good_enough),
-            "a finite number",
-            RequestError,
-        )
-        require(
-            "max_revisions", self.max_revisions, self.max_revisions >= 1, "at least 1", RequestError
-        )
+        if not math.isfinite(self.good_enough):
+            raise ValueError(f"good_enough is {self.good_enough}; expected a finite number")
+        if self.max_revisions < 1:
+            raise ValueError(f"max_revisions is {self.max_revisions}; expected at least 1")
         self._num_left = self.max_revisions
         self._score = 0.0
 
@@ -146,13 +139,13 @@ class RevisionEnvironment:
         return Opening(messages=self.messages)
 
     async def step(self, completion: str) -> Reply:
-        scored = await self.reward(completion)
-        gain = scored.score - self._score
-        self._score = scored.score
-        if scored.score >= self.good_enough or not self._num_left:
+        score, feedback = await self.reward(completion)
+        gain = score - self._score
+        self._score = score
+        if score >= self.good_enough or not self._num_left:
             return Reply(reward=gain, done=True)
         self._num_left -= 1
-        feedback = scored.feedback or f"The answer scores {scored.score:.3g}."
+        feedback = feedback or f"The answer scores {score:.3g}."
         return Reply(messages=[{"role": "user", "content": feedback}], reward=gain)
 
 

@@ -1,0 +1,1 @@
+"""Responses of several turns."""

@@ -1,0 +1,90 @@
+"""Settings of responses of several turns."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from gcore_runs import Bound, Checked, Count, Fraction, NonNegative, Positive
+
+_COMMAND = "command:"
+_FINITE = Bound(math.isfinite, "a finite number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig(Checked, section="rollout.multi_turn"):
+    """Responses of several turns, in an environment, with tools, or by an agent.
+
+    Example:
+        >>> MultiTurnConfig(max_revisions=2, max_tokens_per_turn=64).is_used
+        True
+    """
+
+    environment: str = ""
+    """PATH.py:function, which makes from a row an environment of one episode (gcore_agents.Environment),
+    such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
+    max_revisions: NonNegative = 0
+    """Instead of an environment: how many times a response is returned with its reward's feedback, such as a judge's
+    verdict, for the policy to revise; the last one's score counts."""
+    good_enough: Annotated[float, _FINITE] = 1.0
+    """A response of this score is not revised."""
+    max_assistant_turns: Count = 8
+    """Most turns of the policy; together with what they answer, they have data.max-response-length tokens."""
+    max_tokens_per_turn: NonNegative = 0
+    """Most tokens of one turn; 0: what is left."""
+    step_timeout_s: Positive = 60.0
+    """Seconds for the environment to answer one turn."""
+    history: Literal["sampled", "template", "tool_cycle"] = "sampled"
+    """How the policy sees its earlier turns. sampled: as it wrote them, with its reasoning. template: as the chat
+    template renders them now; where that leaves out reasoning, as most do, a new branch begins, whose start is trained
+    once. tool_cycle: as written until the next message of the user, and then as the template renders them. The same in
+    evaluation: choose what the model is served with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_alone = not (self.environment and self.max_revisions)
+        expected = f"0 with rollout.multi_turn.environment {self.environment!r}"
+        self.require("max_revisions", is_alone, expected)
+
+    @property
+    def is_used(self) -> bool:
+        """True if an environment or the reward answers turns."""
+        return bool(self.environment or self.max_revisions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(Checked, section="rollout.agent"):
+    """An agent that gets a URL and a key; its calls, as many as rollout.multi_turn allows, make one response.
+
+    Example:
+        >>> AgentConfig(run="command: mini -t solve").command
+        'mini -t solve'
+    """
+
+    run: str = ""
+    """PATH.py:function, which is called with a gcore_agents.AgentTask and returns the reward, several by name, or None;
+    or 'command: ...', a shell command that finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and the like in
+    its environment, and its row in the file $GCORE_ROW. The run's reward, if there is one, scores the last turn, too.
+    Empty: no agent."""
+    timeout_s: Positive = 600.0
+    """Seconds of an agent's whole work on a row; an agent that takes longer has failed, see reward_calls."""
+    credit: str = "session"
+    """What a turn is credited with. session: the score of the whole. turns: the rewards of this turn and of those that
+    continue it, against the mean of the group. PATH.py:function: what your function returns, a number for each turn
+    of a gcore_agents.Session, against the mean of the group."""
+    turn_discount: Fraction = 1.0
+    """Discount per turn, with credit turns."""
+
+    @property
+    def command(self) -> str:
+        """The shell command; empty: the agent is a function."""
+        if not self.run.startswith(_COMMAND):
+            return ""
+        return self.run.removeprefix(_COMMAND).strip()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_function = ".py:" in self.run
+        is_named = not self.run or is_function or bool(self.command)
+        self.require("run", is_named, "PATH.py:function, or 'command: ...'")
+        is_known = self.credit in ("session", "turns") or ".py:" in self.credit
+        self.require("credit", is_known, "session, turns, or PATH.py:function")

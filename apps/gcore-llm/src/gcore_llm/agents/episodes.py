@@ -1,0 +1,326 @@
+"""Responses of several turns: agents, environments and revisions, each an episode in a session of its own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gcore_agents import (
+    AgentFailedError,
+    AgentTask,
+    CallError,
+    ChatEncoder,
+    Environment,
+    RevisionEnvironment,
+    SampledTokens,
+    Session,
+    SessionBudget,
+    choose_trained,
+    collect_tokens,
+    normalize_messages,
+    run_command,
+    run_episode,
+    run_function,
+)
+from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
+from gcore_rollout import (
+    Completion,
+    Engine,
+    EpisodeError,
+    EpisodeRole,
+    OnError,
+    Prompt,
+    Request,
+    RequestError,
+    RewardError,
+    RewardRunner,
+    RolloutError,
+    SamplingParams,
+    load_function,
+)
+
+if TYPE_CHECKING:
+    from gcore_agents import AgentServer
+
+_Drive = Callable[[Session, Prompt], Awaitable[list[str]]]
+"""Acts as the agent of a session, and returns the texts of the turns."""
+
+
+def make_episodes(
+    agent: AgentConfig,
+    multi_turn: MultiTurnConfig,
+    tokenizer: Any,
+    reward: RewardRunner,
+    *,
+    is_rewarded: bool,
+    prompt_key: str,
+    max_context: int,
+    on_error: OnError,
+    chat_template_kwargs: Mapping[str, Any],
+) -> EpisodeRole | None:
+    """Return what plays a run's episodes; None: responses have one turn.
+
+    Args:
+        tokenizer: of the policy, with a chat template, whose further variables are ``chat_template_kwargs``.
+        reward: of the run, which scores what is revised.
+        is_rewarded: whether the run has a reward; otherwise an agent has to return one.
+        prompt_key: column of a row with the messages to answer.
+        max_context: longest conversation, in tokens.
+    """
+    if not (agent.run or multi_turn.is_used):
+        return None
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
+    drive: _Drive
+    if agent.run:
+        drive = AgentRunner(agent).run
+    else:
+        make: Callable[[Mapping[str, Any]], Environment]
+        if multi_turn.max_revisions:
+            make = partial(_make_revision, multi_turn, reward, prompt_key)
+        else:
+            make = load_function(multi_turn.environment, setting="rollout.multi_turn.environment")
+        drive = partial(run_environment, make, multi_turn.step_timeout_s)
+    credit = None
+    if agent.credit == "turns":
+        credit = partial(turn_returns, discount=agent.turn_discount)
+    elif agent.credit != "session":
+        credit = load_function(agent.credit, setting="rollout.agent.credit")
+    player = EpisodePlayer(
+        drive=drive,
+        encoder=encoder,
+        multi_turn=multi_turn,
+        max_context=max_context,
+        credit=credit,
+        needs_score=bool(agent.run) and not is_rewarded,
+    )
+    return EpisodeRole(
+        play=player.play, on_error=on_error, is_scored=bool(multi_turn.max_revisions)
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class EngineSampler:
+    """An engine as sessions see it. A turn that `Engine.abort` cuts short, as a change of weights may, is continued."""
+
+    engine: Engine
+    sampling: SamplingParams
+    error: RolloutError | None = None
+    """Why the engine failed; the run's to handle, not the agent's."""
+    num_turns: int = 0
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        session: str,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> SampledTokens:
+        """Generate a whole turn, through as many requests as it takes."""
+        number = self.num_turns
+        self.num_turns += 1
+        try:
+            request = Request(
+                request_id=f"{session}/{number}",
+                session=session,
+                prompt_token_ids=tuple(prompt_ids),
+                sampling=replace(self.sampling, max_tokens=max_tokens, stop=tuple(stop)),
+                seed=seed,
+            )
+            while True:
+                [completion] = [c async for c in self.engine.generate([request])]
+                if completion.finish_reason != "abort":
+                    break
+                request = replace(request, prefixes=(completion,))
+        except RequestError as error:
+            raise CallError(str(error), code="context_length_exceeded") from error
+        except RolloutError as error:
+            self.error = error
+            raise CallError(str(error), status=503) from error
+        return SampledTokens(
+            token_ids=completion.token_ids.tolist(),
+            log_probs=completion.log_probs.tolist(),
+            weight_versions=completion.weight_versions.tolist(),
+            finish_reason=completion.finish_reason,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class EpisodePlayer:
+    """Plays episodes, and makes a completion of the session of each."""
+
+    drive: _Drive
+    encoder: ChatEncoder
+    multi_turn: MultiTurnConfig
+    max_context: int
+    credit: Callable[[Session], Sequence[float]] | None
+    """Returns a value for each turn; None: all have the session's score."""
+    needs_score: bool
+    """Whether a session without a reward has failed: it would not be worth 0."""
+
+    async def play(
+        self, policy: Engine, prompt: Prompt, request_id: str, sampling: SamplingParams, seed: int
+    ) -> Completion:
+        """Play one episode, see `EpisodeRole.play`."""
+        sampler = EngineSampler(engine=policy, sampling=sampling)
+        session = Session(
+            session_id=request_id,
+            sampler=sampler,
+            encoder=self.encoder,
+            budget=SessionBudget(
+                max_tokens=sampling.max_tokens,
+                max_calls=self.multi_turn.max_assistant_turns,
+                max_tokens_per_turn=self.multi_turn.max_tokens_per_turn,
+                max_context=self.max_context,
+            ),
+            history=self.multi_turn.history,
+            seed=seed,
+            stop=sampling.stop,
+        )
+        try:
+            turns = await self.drive(session, prompt)
+        except AgentFailedError as error:
+            if sampler.error is not None:
+                raise sampler.error from error
+            raise EpisodeError(str(error)) from (error.__cause__ or error)
+        return self._make_completion(session, turns)
+
+    def _make_completion(self, session: Session, turns: list[str]) -> Completion:
+        tree = collect_tokens(session.graph, trained=choose_trained(session))
+        if tree is None:
+            raise EpisodeError(
+                f"episode {session.session_id!r} has no turn: the agent made no call, or its first messages are as "
+                f"long as the model's longest conversation, {session.budget.max_context} tokens"
+            )
+        if self.needs_score and session.score is None:
+            raise EpisodeError(
+                f"the agent of episode {session.session_id!r} returned no reward, and the run has none"
+            )
+        parts = {"turns": float(len(tree.turns)), "environment": session.score or 0.0}
+        for finding, count in session.graph.findings.items():
+            parts[f"agent/{finding}"] = float(count)
+        credit = None
+        if self.credit is not None:
+            values = dict(zip(session.graph.turns(), self.credit(session), strict=True))
+            credit = np.zeros(tree.token_ids.shape, np.float32)
+            for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
+                credit[start : start + len(turn.token_ids)] = values[turn]
+            parts["agent/return"] = float(np.mean([values[turn] for turn in tree.turns]))
+        return Completion(
+            request_id=session.session_id,
+            index=0,
+            finish_reason="stop" if session.end == "done" else "length",
+            prompt_ids=tree.prompt_ids,
+            token_ids=tree.token_ids,
+            mask=tree.mask,
+            log_probs=tree.log_probs,
+            weight_versions=tree.weight_versions,
+            forks=tree.forks if tree.forks.size else None,
+            credit=credit,
+            turns=tuple(turns),
+            score=session.score or 0.0,
+            parts=parts,
+            end=session.end,
+        )
+
+
+class AgentRunner:
+    """Runs agents against an endpoint of this process, which starts with the first of them.
+
+    Args:
+        config: names the agent.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._server: AgentServer | None = None
+        self._starting = asyncio.Lock()
+        self._run = partial(run_command, config.command)
+        if not config.command:
+            self._run = partial(
+                run_function, load_function(config.run, setting="rollout.agent.run")
+            )
+
+    async def run(self, session: Session, prompt: Prompt) -> list[str]:
+        """Run the agent in a session; see `_Drive`."""
+        async with self._starting:
+            if self._server is None:
+                from gcore_agents import AgentServer
+
+                self._server = AgentServer()
+                await self._server.start()
+        base_url = self._server.open(session)
+        task = AgentTask(row=prompt.row, base_url=base_url, api_key=session.key, session=session)
+        try:
+            await self._run(task, timeout_s=self._config.timeout_s)
+        finally:
+            self._server.forget(session)
+        if session.end is None:
+            session.end = "done"
+        last = [node for node in session.graph.turns() if node.is_delivered][-1:]
+        return [session.turn_text(node.response_id) for node in last]
+
+
+async def run_environment(
+    make: Callable[[Mapping[str, Any]], Environment],
+    timeout_s: float,
+    session: Session,
+    prompt: Prompt,
+) -> list[str]:
+    """Play an episode of the environment that is made of a prompt's row; see `_Drive`."""
+    try:
+        environment = make(prompt.row)
+    except (Exception, SystemExit) as error:
+        raise AgentFailedError(
+            f"the environment was not made: {type(error).__name__}: {error}"
+        ) from error
+    return await run_episode(session, environment, timeout_s=timeout_s)
+
+
+def _make_revision(
+    config: MultiTurnConfig, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]
+) -> Environment:
+    prompt = row[prompt_key]
+    messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str):
+        messages = normalize_messages(prompt)
+
+    async def score(completion: str) -> tuple[float, str]:
+        text = str(messages[-1]["content"])
+        scored = await reward.score(prompt=text, completion=completion, row=row)
+        if isinstance(scored, RewardError):
+            raise scored
+        return scored.score, scored.feedback or ""
+
+    return RevisionEnvironment(
+        messages, score, good_enough=config.good_enough, max_revisions=config.max_revisions
+    )
+
+
+def turn_returns(session: Session, *, discount: float) -> list[float]:
+    """Return the return of each turn: its rewards, and the discounted mean return of the turns that continue it.
+
+    The rewards of the session are those of the turns that nothing continues.
+    """
+    rewards: dict[str, float] = {}
+    for reward in session.rewards:
+        rewards[reward.response_id] = rewards.get(reward.response_id, 0.0) + reward.value
+    turns = list(session.graph.turns())
+    following: dict[int, list[float]] = {turn.number: [] for turn in turns}
+    returns: dict[int, float] = {}
+    for turn in reversed(turns):
+        later = following[turn.number]
+        value = rewards.get(turn.response_id, 0.0)
+        if later:
+            value += discount * sum(later) / len(later)
+        else:
+            value += rewards.get("", 0.0)
+        returns[turn.number] = value
+        earlier = [node for node in turn.path()[:-1] if node.is_turn]
+        if earlier:
+            following[earlier[-1].number].append(value)
+    return [returns[turn.number] for turn in turns]

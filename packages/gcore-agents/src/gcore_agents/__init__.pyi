@@ -1,0 +1,52 @@
+from .calls import (
+    ChatCall as ChatCall,
+    ChatReply as ChatReply,
+)
+from .chat.encoder import ChatEncoder as ChatEncoder
+from .chat.messages import (
+    check_text as check_text,
+    drop_none as drop_none,
+    normalize_messages as normalize_messages,
+    render_chat as render_chat,
+)
+from .environments.environment import (
+    Environment as Environment,
+    Opening as Opening,
+    Reply as Reply,
+    RevisionEnvironment as RevisionEnvironment,
+    Tool as Tool,
+    ToolEnvironment as ToolEnvironment,
+)
+from .environments.episode import run_episode as run_episode
+from .errors import (
+    AgentFailedError as AgentFailedError,
+    AgentsError as AgentsError,
+    CallError as CallError,
+    MessageError as MessageError,
+)
+from .graph import (
+    MessageGraph as MessageGraph,
+    MessageNode as MessageNode,
+)
+from .launch import (
+    AgentFunction as AgentFunction,
+    AgentResult as AgentResult,
+    AgentTask as AgentTask,
+    agent_environment as agent_environment,
+    run_command as run_command,
+    run_function as run_function,
+)
+from .rows import (
+    SessionTokens as SessionTokens,
+    choose_trained as choose_trained,
+    collect_tokens as collect_tokens,
+)
+from .sampler import (
+    SampledTokens as SampledTokens,
+    TokenSampler as TokenSampler,
+)
+from .session import (
+    Session as Session,
+    SessionBudget as SessionBudget,
+    SessionReward as SessionReward,
+)

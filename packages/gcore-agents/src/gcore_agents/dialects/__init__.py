@@ -1,0 +1,1 @@
+"""The APIs that agents speak: each reads a call and writes its reply."""

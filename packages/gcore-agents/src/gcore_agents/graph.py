@@ -1,0 +1,258 @@
+"""The conversations of a session as one graph: turns of the policy, and the messages between them, as tokens.
+
+Two rules hold. The tokens on the path to a node are exactly what the engine was given and gave. A token that the policy
+sampled is in one node, and never changes. Whatever an agent sends back differently from what it got starts a branch:
+nothing is changed, masked or left out for it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, and other fields that the model's chat template knows."""
+
+Finding = Literal[
+    "fork_text", "fork_calls", "fork_reasoning", "fork_system", "fork_context", "history_rendered"
+]
+"""What began a branch: the agent changed the text, the calls or the reasoning of a turn, a system message, or another
+message before a turn; or the chat template renders earlier turns differently now, and ``history`` says to follow it."""
+
+
+def message_key(message: Message) -> bytes:
+    """Return a digest that is equal for equal messages, whichever way a client writes them.
+
+    Text that is missing, None or empty is equal, and so are texts up to space at their ends, and a text and the list of
+    its parts. Calls are compared by name and parsed arguments. Names and ids of calls and results are left out, and so
+    is reasoning, which many clients do not send back; see `has_equal_reasoning`.
+    """
+    calls: list[Any] = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        calls.append([function["name"], _parsed(function.get("arguments"))])
+    parts = [message["role"], _text(message.get("content")), calls]
+    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def has_equal_reasoning(sent: Message, stored: Message) -> bool:
+    """Return whether a message that was sent back has the stored one's reasoning, or none."""
+    reasoning = str(sent.get("reasoning_content") or "").strip()
+    return not reasoning or reasoning == str(stored.get("reasoning_content") or "").strip()
+
+
+def _text(content: Any) -> Any:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content.strip()
+    parts: list[Any] = []
+    for part in content:
+        if part.get("type", "text") != "text":
+            return content
+        parts.append(part["text"])
+    return "".join(parts).strip()
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+@dataclass(kw_only=True, eq=False)
+class MessageNode:
+    """A turn of the policy, or the messages between two turns.
+
+    Messages between two turns are one node: some templates render several results of tools as one message, of which
+    each alone would have no tokens.
+
+    Example:
+        >>> graph = MessageGraph()
+        >>> question = graph.add_context(graph.root, [{"role": "user", "content": "2 + 2 ="}], [4, 5])
+        >>> turn = graph.add_turn(
+        ...     question,
+        ...     {"role": "assistant", "content": "4"},
+        ...     token_ids=[6, 1],
+        ...     log_probs=[-0.5, -0.1],
+        ...     weight_versions=[0, 0],
+        ...     finish_reason="stop",
+        ...     response_id="r1",
+        ... )
+        >>> turn.path_tokens()
+        [4, 5, 6, 1]
+        >>> [node.number for node in turn.path()]
+        [0, 1]
+    """
+
+    number: int
+    """Place in the order in which the nodes of the graph were made; -1: its root, which has no tokens."""
+    parent: "MessageNode | None"
+    messages: Sequence[Message]
+    token_ids: Sequence[int]
+    """Its own tokens, after those of its ancestors: for messages, with what the template writes around them."""
+    log_probs: Sequence[float] = ()
+    """Of each token, in a turn of the policy."""
+    weight_versions: Sequence[int] = ()
+    finish_reason: str = ""
+    response_id: str = ""
+    """Name of the turn in the API; empty: the policy did not sample the node."""
+    is_delivered: bool = False
+    """Whether the agent got the whole turn."""
+    children: list["MessageNode"] = field(default_factory=list["MessageNode"])
+
+    def __post_init__(self) -> None:
+        self.keys = [message_key(message) for message in self.messages]
+        self.num_tokens: int = len(self.token_ids)
+        """Tokens of the whole path to this node, its own included."""
+        if self.parent is not None:
+            self.num_tokens += self.parent.num_tokens
+
+    @property
+    def is_turn(self) -> bool:
+        """True if the policy sampled the tokens."""
+        return bool(self.response_id)
+
+    def path(self) -> "list[MessageNode]":
+        """Return the nodes from the first one to this one."""
+        nodes: list[MessageNode] = []
+        node: MessageNode | None = self
+        while node is not None and node.number >= 0:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def path_tokens(self) -> list[int]:
+        """Return the tokens from the first one to this node's last."""
+        tokens: list[int] = []
+        for node in self.path():
+            tokens.extend(node.token_ids)
+        return tokens
+
+
+class MessageGraph:
+    """The nodes of a session.
+
+    Example:
+        >>> graph = MessageGraph()
+        >>> question = [{"role": "user", "content": "2 + 2 ="}]
+        >>> node = graph.add_context(graph.root, question, [4, 5])
+        >>> further = [*question, {"role": "user", "content": "Well?"}]
+        >>> found, num_messages = graph.find(further)
+        >>> found is node, num_messages
+        (True, 1)
+    """
+
+    def __init__(self) -> None:
+        self.root = MessageNode(number=-1, parent=None, messages=(), token_ids=())
+        """Has no messages and no tokens; the conversations' first nodes are its children."""
+        self.nodes: list[MessageNode] = []
+        self.findings: Counter[Finding] = Counter()
+        """How often an agent, or the history, began a branch, by what differed."""
+
+    def turns(self) -> Iterator[MessageNode]:
+        """Yield the policy's turns, in the order in which they were sampled."""
+        return (node for node in self.nodes if node.is_turn)
+
+    def find(self, messages: Sequence[Message]) -> tuple[MessageNode, int]:
+        """Return the last node of the longest path that these messages start with, and how many they are.
+
+        Of equal turns, which were sampled for the same messages, it is the latest that the agent got.
+        """
+        keys = [message_key(message) for message in messages]
+        node = self.root
+        position = 0
+        while True:
+            best: MessageNode | None = None
+            for child in node.children:
+                if not _starts_with(messages, keys, position, child):
+                    continue
+                rank = (len(child.messages), child.is_delivered or not child.is_turn)
+                if best is None or rank >= (
+                    len(best.messages),
+                    best.is_delivered or not best.is_turn,
+                ):
+                    best = child
+            if best is None:
+                return node, position
+            node = best
+            position += len(best.messages)
+
+    def find_prefix(self, node: MessageNode, token_ids: Sequence[int]) -> MessageNode:
+        """Return the last node on the path to a node whose path's tokens all start these; it may be the root."""
+        last = self.root
+        for ancestor in node.path():
+            start = ancestor.num_tokens - len(ancestor.token_ids)
+            if list(token_ids[start : ancestor.num_tokens]) != list(ancestor.token_ids):
+                break
+            last = ancestor
+        return last
+
+    def add_context(
+        self, parent: MessageNode, messages: Sequence[Message], token_ids: Sequence[int]
+    ) -> MessageNode:
+        """Add messages that the policy did not sample, and their tokens; an equal node is not added again."""
+        keys = [message_key(message) for message in messages]
+        for child in parent.children:
+            if child.keys == keys and not child.is_turn and child.token_ids == token_ids:
+                return child
+        return self._add(parent, messages=tuple(messages), token_ids=token_ids)
+
+    def add_turn(
+        self,
+        parent: MessageNode,
+        message: Message,
+        *,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        weight_versions: Sequence[int],
+        finish_reason: str,
+        response_id: str,
+    ) -> MessageNode:
+        """Add a turn of the policy after its context."""
+        return self._add(
+            parent,
+            messages=(message,),
+            token_ids=token_ids,
+            log_probs=log_probs,
+            weight_versions=weight_versions,
+            finish_reason=finish_reason,
+            response_id=response_id,
+        )
+
+    def _add(self, parent: MessageNode, **fields: Any) -> MessageNode:
+        node = MessageNode(number=len(self.nodes), parent=parent, **fields)
+        parent.children.append(node)
+        self.nodes.append(node)
+        return node
+
+    def count_fork(self, node: MessageNode, message: Message) -> None:
+        """Count why a message, which comes after a node, is none of the node's children that are there."""
+        stored = [child.messages[0] for child in node.children]
+        turns = [m for m in stored if m["role"] == "assistant"]
+        if message["role"] == "assistant" and turns:
+            latest = turns[-1]
+            if message_key(message) == message_key(latest):
+                self.findings["fork_reasoning"] += 1
+            elif message_key({**message, "content": ""}) == message_key({**latest, "content": ""}):
+                self.findings["fork_text"] += 1
+            else:
+                self.findings["fork_calls"] += 1
+        elif message["role"] == "system" and any(m["role"] == "system" for m in stored):
+            self.findings["fork_system"] += 1
+        elif stored:
+            self.findings["fork_context"] += 1
+
+
+def _starts_with(
+    messages: Sequence[Message], keys: Sequence[bytes], position: int, child: MessageNode
+) -> bool:
+    """Return whether the messages from a position on start with those of a node."""
+    if keys[position : position + len(child.keys)] != child.keys:
+        return False
+    return not child.is_turn or has_equal_reasoning(messages[position], child.messages[0])

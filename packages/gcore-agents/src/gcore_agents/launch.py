@@ -1,0 +1,154 @@
+"""Programs that act as agents: functions in this process, and commands in their own."""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from gcore_agents.errors import AgentFailedError
+from gcore_agents.session import Session, SessionReward
+
+AgentResult: TypeAlias = float | Mapping[str, float] | None
+"""The reward of a session, or several by name; None: the agent does not score it."""
+_KILL_S = 5.0
+"""Seconds that a command has to end after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """What an agent gets: a row to work on, and where its model is.
+
+    Example:
+        >>> async def agent(task: AgentTask) -> float:
+        ...     client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+        ...     question = {"role": "user", "content": task.row["question"]}
+        ...     reply = await client.chat.completions.create(model="policy", messages=[question])
+        ...     return float(reply.choices[0].message.content == task.row["answer"])
+        >>> inspect.iscoroutinefunction(agent)
+        True
+    """
+
+    row: Mapping[str, Any]
+    """The row of the data set."""
+    base_url: str
+    """Of OpenAI's API; it ends with /v1."""
+    api_key: str
+    """The session's key."""
+    session: Session
+    """For rewards of turns: ``session.add_reward(SessionReward(value=..., response_id=...))``."""
+
+
+AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[AgentResult] | AgentResult]
+
+
+async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: float) -> None:
+    """Run an agent's function to its end, and add the rewards that it returns to the session.
+
+    A function that is no coroutine runs in a thread. The thread cannot be ended: after ``timeout_s`` its session is
+    closed, so that its next call fails.
+
+    Raises:
+        AgentFailedError: the function raised an error, took too long, or returned no reward.
+    """
+    name = getattr(function, "__name__", "agent")
+    result: Any
+    try:
+        async with asyncio.timeout(timeout_s):
+            if inspect.iscoroutinefunction(function):
+                result = await function(task)
+            else:
+                result = await asyncio.to_thread(function, task)
+                if inspect.isawaitable(result):
+                    result = await result
+    except TimeoutError:
+        raise AgentFailedError(f"{name} took longer than {timeout_s:g} s") from None
+    except (Exception, SystemExit) as error:
+        raise AgentFailedError(f"{name}: {type(error).__name__}: {error}") from error
+    finally:
+        task.session.is_closed = True
+    for reward_name, value in _list_rewards(result, name):
+        task.session.add_reward(SessionReward(value=value, name=reward_name))
+
+
+def _list_rewards(result: Any, name: str) -> list[tuple[str, float]]:
+    rewards: list[tuple[str, Any]] = []
+    if isinstance(result, Mapping):
+        rewards.extend(result.items())
+    elif result is not None:
+        rewards.append(("reward", result))
+    for reward_name, value in rewards:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise AgentFailedError(
+                f"{name} returned {value!r:.80} as {reward_name!r}; expected a finite number"
+            )
+    return [(reward_name, float(value)) for reward_name, value in rewards]
+
+
+async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> None:
+    """Run an agent's shell command in a temporary folder, to its end.
+
+    Its environment has the URL and the key, under the names that SDKs read, and ``GCORE_ROW``, the path of a JSON file
+    with the row. No other process gets these variables. The command and its children end with this call.
+
+    Raises:
+        AgentFailedError: it took too long, or ended with another code than 0; the message has its last lines.
+    """
+    with tempfile.TemporaryDirectory(prefix="gcore-agent-") as folder:
+        row = Path(folder) / "row.json"
+        row.write_text(json.dumps(dict(task.row), default=str))
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_shell(
+                command,
+                cwd=folder,
+                env=os.environ | agent_environment(task) | {"GCORE_ROW": str(row)},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                code = await process.wait()
+        except TimeoutError:
+            raise AgentFailedError(f"{command!r} took longer than {timeout_s:g} s") from None
+        finally:
+            task.session.is_closed = True
+            await _end_group(process)
+        if code:
+            lines = log.read_text(errors="replace").splitlines()[-5:]
+            raise AgentFailedError(f"{command!r} ended with code {code}: {' | '.join(lines)}")
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    """End a process and all in its group, first politely."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_S):
+                await process.wait()
+
+
+def agent_environment(task: AgentTask) -> dict[str, str]:
+    """Return the variables by which SDKs and agents find the session."""
+    root = task.base_url.removesuffix("/v1")
+    return {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_BASE": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "ANTHROPIC_BASE_URL": root,
+        "ANTHROPIC_API_KEY": task.api_key,
+        "GOOGLE_GEMINI_BASE_URL": root,
+        "GEMINI_API_KEY": task.api_key,
+        "LLM_BASE_URL": task.base_url,
+        "LLM_API_KEY": task.api_key,
+    }

@@ -1,0 +1,369 @@
+"""A session: one agent's work on one task, its calls, budgets and rewards."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.encoder import ChatEncoder
+from gcore_agents.errors import CallError, MessageError
+from gcore_agents.graph import MessageGraph, MessageNode
+from gcore_agents.sampler import TokenSampler
+
+History = Literal["sampled", "template", "tool_cycle"]
+"""What earlier turns are to the policy: the tokens that it sampled, with their reasoning; what the chat template makes
+of them now; or the first until the next message of the user, and then the second."""
+SessionEnd = Literal["done", "truncated_turn", "length", "max_turns", "timeout"]
+"""The agent ended it; its last turn was cut off before its end; its tokens were used up, or its turns, or its time."""
+
+_BUDGET_TEXT = "The budget of this session is used up. Stop here and give your final answer."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionBudget:
+    """What a session may use; the call that would exceed it is answered by a text that ends the agent's loop.
+
+    Example:
+        >>> SessionBudget(max_tokens=4096, max_calls=20).max_context
+        0
+    """
+
+    max_tokens: int
+    """Most tokens in all of its conversations, without those of the first call's messages."""
+    max_calls: int = 0
+    """Most turns; 0: any number."""
+    max_tokens_per_turn: int = 0
+    """0: what is left."""
+    max_context: int = 0
+    """Longest conversation that the model takes; 0: no limit of its own."""
+    timeout_s: float = 0.0
+    """From its start; 0: any time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionReward:
+    """A reward of a session, or of one of its turns.
+
+    Example:
+        >>> SessionReward(value=1.0).response_id
+        ''
+    """
+
+    value: float
+    response_id: str = ""
+    """The turn; empty: the whole session."""
+    name: str = "reward"
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """The graph of one agent's calls, and what answers them.
+
+    Example:
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained("model")
+        >>> tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+        >>> class Yes:
+        ...     async def sample(self, prompt_ids, *, session, seed, max_tokens, stop=()):
+        ...         numbers = {"log_probs": [-0.1], "weight_versions": [0]}
+        ...         return SampledTokens(token_ids=tokenizer("1")["input_ids"], finish_reason="stop", **numbers)
+        >>> budget = SessionBudget(max_tokens=64)
+        >>> session = Session(session_id="a", sampler=Yes(), encoder=ChatEncoder(tokenizer), budget=budget)
+        >>> replies = asyncio.run(session.respond(ChatCall(messages=[{"role": "user", "content": "1 + 1?"}])))
+        >>> len(replies), len(session.graph.nodes)
+        (1, 2)
+    """
+
+    session_id: str
+    sampler: TokenSampler
+    encoder: ChatEncoder
+    budget: SessionBudget
+    history: History = "sampled"
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, besides those of a call."""
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
+    """What the agent authorizes itself with."""
+
+    def __post_init__(self) -> None:
+        self.graph = MessageGraph()
+        self.rewards: list[SessionReward] = []
+        self.end: SessionEnd | None = None
+        """Why it is to end; None: the agent may go on."""
+        self.is_closed = False
+        self.unused: dict[str, object] = {}
+        """Sampling parameters that the agent has sent, and that the run's replace."""
+        self.last_call_s = self._start_s = time.monotonic()
+        self.kept_responses: set[str] = set()
+        """Turns of a call that asked for several at once, all of which count."""
+        self._num_calls = 0
+        self._first_prompt: int | None = None
+        self._replies: dict[str, asyncio.Task[list[ChatReply]]] = {}
+        self._delivered: set[str] = set()
+        self._num_reserved = 0
+        """Most tokens of the turns that are being sampled."""
+        self._turn_ended = asyncio.Condition()
+
+    async def respond(self, call: ChatCall) -> list[ChatReply]:
+        """Answer a call with ``call.n`` turns.
+
+        A call that repeats one which is being answered, or says that it repeats one, gets the same reply.
+
+        Raises:
+            CallError: the call cannot be answered; the session goes on.
+        """
+        if self.is_closed:
+            raise CallError("the session is closed", status=409, code="session_closed")
+        self.last_call_s = time.monotonic()
+        key = call.retry_key or _digest(call)
+        task = self._replies.get(key)
+        is_marked = bool(call.retry_key) or call.is_retry
+        if task is None or _has_failed(task) or (self._is_delivered(task) and not is_marked):
+            task = asyncio.create_task(self._answer(call))
+            self._replies[key] = task
+        # A client that goes away does not end the turn, which its retry asks for.
+        return await asyncio.shield(task)
+
+    def _is_delivered(self, task: "asyncio.Task[list[ChatReply]]") -> bool:
+        if not task.done():
+            return False
+        return all(reply.response_id in self._delivered for reply in task.result())
+
+    async def _answer(self, call: ChatCall) -> list[ChatReply]:
+        self.unused |= call.unused
+        context = self._context(call)
+        turns = [self._sample(call, context, number) for number in range(call.n)]
+        replies = list(await asyncio.gather(*turns))
+        if call.n > 1:
+            self.kept_responses |= {reply.response_id for reply in replies}
+        self.last_call_s = time.monotonic()
+        return replies
+
+    def mark_delivered(self, replies: Sequence[ChatReply]) -> None:
+        """Record that the agent got all of these replies; turns that it did not get are not trained on."""
+        self._delivered |= {reply.response_id for reply in replies}
+        for node in self.graph.turns():
+            node.is_delivered = node.response_id in self._delivered
+
+    def find_turn(self, response_id: str) -> MessageNode:
+        """Return the turn of this name; `CallError` if there is none."""
+        for node in self.graph.turns():
+            if node.response_id == response_id:
+                return node
+        raise CallError(
+            f"response_id is {response_id!r}; expected that of a response of this session",
+            status=404,
+            field="response_id",
+        )
+
+    def turn_text(self, response_id: str) -> str:
+        """Return the text of a turn with its special tokens, but for the one that ends it."""
+        node = self.find_turn(response_id)
+        return self.encoder.turn_text(
+            node.token_ids, stop=self.stop, is_ended=node.finish_reason == "stop"
+        )
+
+    def messages_until(self, response_id: str) -> list[object]:
+        """Return the messages of a conversation up to the turn of this name."""
+        messages: list[object] = []
+        for node in self.find_turn(response_id).path():
+            messages.extend(node.messages)
+        return messages
+
+    def add_reward(self, reward: SessionReward) -> None:
+        """Add a reward; `CallError` if it is not finite, or of no turn of this session."""
+        if not abs(reward.value) < float("inf"):
+            raise CallError(
+                f"value is {reward.value}; expected a finite number", status=400, field="value"
+            )
+        if reward.response_id:
+            self.find_turn(reward.response_id)
+        self.rewards.append(reward)
+
+    @property
+    def score(self) -> float | None:
+        """The sum of all rewards; None: there is none, so the session is not scored."""
+        if not self.rewards:
+            return None
+        return sum(reward.value for reward in self.rewards)
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Tokens of all nodes, without those of the first call's messages."""
+        total = sum(len(node.token_ids) for node in self.graph.nodes)
+        return total - (self._first_prompt or 0)
+
+    def count_tokens(self, call: ChatCall) -> int:
+        """Return the number of tokens that a call's messages would have, without adding them to the graph."""
+        _, _, prompt_ids = self._find(call, counts=False)
+        return len(prompt_ids)
+
+    def _find(
+        self, call: ChatCall, *, counts: bool
+    ) -> tuple[MessageNode, Sequence[object], list[int]]:
+        """Return the node that a call continues, its further messages, and all tokens of the prompt.
+
+        With ``counts``, what began a branch is counted in the graph's findings.
+        """
+        graph = self.graph
+        if call.prompt_ids:
+            return graph.root, [], list(call.prompt_ids)
+        messages = call.messages
+        node, position = graph.find(messages)
+        further = messages[position:]
+        if not further and not node.is_turn:
+            return node, [], node.path_tokens()
+        if not further or messages[-1]["role"] == "assistant":
+            raise CallError(
+                "messages end with one of the assistant; expected one to answer", field="messages"
+            )
+        has_new_turns = any(message["role"] == "assistant" for message in further)
+        is_sampled = self.history == "sampled" or (
+            self.history == "tool_cycle" and all(m["role"] == "tool" for m in further)
+        )
+        try:
+            if node.is_turn and is_sampled and not has_new_turns:
+                added = self.encoder.next(further, last_token=node.token_ids[-1])
+                return node, further, [*node.path_tokens(), *added]
+            prompt_ids = self.encoder.first(messages, tools=call.tools)
+        except MessageError as error:
+            raise CallError(str(error), field="messages") from error
+        last = graph.find_prefix(node, prompt_ids)
+        if counts and graph.nodes:
+            if last is not node:
+                graph.findings["history_rendered"] += not has_new_turns and node.is_turn
+            if not node.is_turn or has_new_turns:
+                graph.count_fork(node, further[0])
+        num_messages = sum(len(ancestor.messages) for ancestor in last.path())
+        return last, messages[num_messages:], prompt_ids
+
+    def _context(self, call: ChatCall) -> MessageNode:
+        """Return the node that the turns of a call follow; it is added to the graph if it is new."""
+        node, further, prompt_ids = self._find(call, counts=True)
+        limit = self.budget.max_context
+        if limit and len(prompt_ids) >= limit:
+            self._stop("length")
+        if self._is_over(len(prompt_ids) - node.num_tokens):
+            return node
+        if not further and len(prompt_ids) == node.num_tokens:
+            return node
+        if self._first_prompt is None:
+            self._first_prompt = len(prompt_ids)
+        return self.graph.add_context(node, further, prompt_ids[node.num_tokens :])  # pyright: ignore[reportArgumentType]
+
+    def _stop(self, end: SessionEnd) -> None:
+        self.end = self.end or end
+
+    def _is_over(self, num_new_tokens: int) -> bool:
+        """Return whether the session has nothing left for a turn after so many new tokens."""
+        budget = self.budget
+        if self._first_prompt is not None and (
+            self.num_used_tokens + num_new_tokens >= budget.max_tokens
+        ):
+            self._stop("length")
+        if budget.max_calls and self._num_calls >= budget.max_calls:
+            self._stop("max_turns")
+        if budget.timeout_s and time.monotonic() - self._start_s > budget.timeout_s:
+            self._stop("timeout")
+        return self.end is not None
+
+    async def _sample(self, call: ChatCall, context: MessageNode, number: int) -> ChatReply:
+        stop = (*self.stop, *call.stop)
+        max_tokens = await self._reserve(call, context)
+        if not max_tokens:
+            return self._final_reply(context)
+        self._num_calls += 1
+        try:
+            sampled = await self.sampler.sample(
+                context.path_tokens(),
+                session=self.session_id,
+                seed=self._seed(context, number),
+                max_tokens=max_tokens,
+                stop=stop,
+            )
+        finally:
+            await self._release(max_tokens)
+        is_ended = sampled.finish_reason == "stop"
+        message = self.encoder.read_turn(
+            sampled.token_ids, tools=call.tools, stop=stop, is_ended=is_ended
+        )
+        finish_reason = "stop" if is_ended else "length"
+        if is_ended and message.get("tool_calls"):
+            finish_reason = "tool_calls"
+        response_id = f"resp_{secrets.token_hex(12)}"
+        self.graph.add_turn(
+            context,
+            message,
+            token_ids=sampled.token_ids,
+            log_probs=sampled.log_probs,
+            weight_versions=sampled.weight_versions,
+            finish_reason=sampled.finish_reason,
+            response_id=response_id,
+        )
+        return ChatReply(
+            response_id=response_id,
+            message=message,
+            finish_reason=finish_reason,
+            prompt_tokens=context.num_tokens,
+            token_ids=sampled.token_ids,
+            log_probs=sampled.log_probs,
+            created_s=int(time.time()),
+        )
+
+    def _seed(self, context: MessageNode, number: int) -> int:
+        """Return a seed by the place of a turn: in a session of one conversation, by its number there."""
+        path = context.path()
+        num_turns = sum(node.is_turn for node in path)
+        if len(path) == len(self.graph.nodes) and not number:
+            return hash((self.seed, num_turns))
+        return hash((self.seed, num_turns, context.number, len(context.children), number))
+
+    async def _reserve(self, call: ChatCall, context: MessageNode) -> int:
+        """Reserve the tokens of a turn, and return how many it may have; 0: the session's budget is used up.
+
+        Turns at once have what is left for all of them: without a limit for each, one waits for the other.
+        """
+        budget = self.budget
+        async with self._turn_ended:
+            while not self._is_over(0):
+                num_left = budget.max_tokens - self.num_used_tokens - self._num_reserved
+                limits = [num_left, budget.max_tokens_per_turn or num_left]
+                if call.max_tokens is not None:
+                    limits.append(call.max_tokens)
+                if budget.max_context:
+                    limits.append(budget.max_context - context.num_tokens)
+                if num_left > 0:
+                    self._num_reserved += min(limits)
+                    return min(limits)
+                await self._turn_ended.wait()
+        return 0
+
+    async def _release(self, num_tokens: int) -> None:
+        async with self._turn_ended:
+            self._num_reserved -= num_tokens
+            self._turn_ended.notify_all()
+
+    def _final_reply(self, context: MessageNode) -> ChatReply:
+        """Return a text that ends the agent's loop. It is not empty, or clients ask again; no turn is recorded."""
+        return ChatReply(
+            response_id=f"resp_{secrets.token_hex(12)}",
+            message={"role": "assistant", "content": _BUDGET_TEXT},
+            finish_reason="stop",
+            prompt_tokens=context.num_tokens,
+            created_s=int(time.time()),
+        )
+
+
+def _has_failed(task: "asyncio.Task[list[ChatReply]]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _digest(call: ChatCall) -> str:
+    """Return a digest that is equal for calls with the same body."""
+    plain = replace(call, is_retry=False, unused={}, options={})
+    return hashlib.sha256(json.dumps(vars(plain), sort_keys=True, default=str).encode()).hexdigest()

@@ -1,1 +1,0 @@
-"""Episodes of several turns: environments and tools."""
