@@ -6,61 +6,80 @@ message of an environment is rendered after a turn that stands in for the policy
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any, Protocol
 
-from gcore_rollout.errors import RequestError, RolloutError
-from gcore_rollout.multi_turn.messages import normalize_messages, render_chat
-from gcore_rollout.multi_turn.tool_calls import (
-    ReadCalls,
+from gcore_agents.chat.messages import choose_template, normalize_messages, render_chat
+from gcore_agents.chat.reasoning import choose_thought_marks
+from gcore_agents.chat.tool_calls import (
+    HERMES,
+    CallForm,
     ToolCall,
     count_common,
     find_call_form,
     make_call,
     make_call_turn,
     read_calls,
-    read_hermes,
 )
+from gcore_agents.chat.turns import TurnReader, compile_tokens
+from gcore_agents.errors import MessageError
+from gcore_agents.graph import Message
 
-Message = Mapping[str, Any]
-"""``role`` and ``content``, and other fields that the model's chat template knows."""
-
-_MakeTurn: TypeAlias = Callable[[str, Sequence[Message]], dict[str, Any]]
-"""Makes a turn of the policy with a text, which messages can follow."""
 _QUESTION = {"role": "user", "content": "?"}
 _STAND_IN = "gcoreturn"
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a turn's reasoning in chat templates."""
+_PROMPT_END = 32
+"""Tokens at the end of a prompt among which is the mark that opens a thought."""
 
 
-def _answer(text: str, messages: Sequence[Message]) -> dict[str, Any]:
-    del messages
+class _MakeTurn(Protocol):
+    """Makes a turn that stands in for the policy's: of a text, the messages that follow it, and the policy's turn."""
+
+    def __call__(self, text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]: ...
+
+
+def _answer(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
+    del messages, turn
     return {"role": "assistant", "content": text}
 
 
-def _call(text: str, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return a turn of calls, with the text as their argument, whose results are the first messages."""
+def _call(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
+    """Return a turn of calls, with the text as their argument, whose results are the first messages.
+
+    Results seldom have the name of their function, which gpt-oss and Gemma write: the policy's call has it.
+    """
+    sampled: list[dict[str, Any]] = list(turn.get("tool_calls") or ())
+    by_id = {call.get("id"): call for call in sampled}
     calls: list[dict[str, Any]] = []
-    for message in messages:
+    for number, message in enumerate(messages):
         if message["role"] != "tool":
             break
-        call_id = message.get("tool_call_id") or f"call{len(calls):05}"
-        calls.append(make_call(message.get("name") or "tool", {"text": text}, call_id))
+        call = by_id.get(message.get("tool_call_id"))
+        if call is None:
+            call = sampled[number] if number < len(sampled) else {}
+        name = message.get("name") or call.get("function", {}).get("name") or "tool"
+        call_id = message.get("tool_call_id") or call.get("id") or f"call{number:05}"
+        calls.append(make_call(name, {"text": text}, call_id))
     return make_call_turn(calls)
 
 
-def _call_in_json(text: str, messages: Sequence[Message]) -> dict[str, Any]:
+def _call_in_json(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
     """Return the turn of `_call` with arguments as JSON, as in OpenAI's API, which some templates expect."""
-    turn = _call(text, messages)
-    for call in turn["tool_calls"]:
+    stand_in = _call(text, messages, turn)
+    for call in stand_in["tool_calls"]:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    return turn
+    return stand_in
 
 
 class ChatEncoder:
     """Renders and tokenizes messages by a tokenizer's chat template; without one, contents as they are.
 
     ``chat_template_kwargs`` are further variables of the template, such as ``enable_thinking``. Methods that take
-    messages raise a `RequestError` for messages that are malformed, have images, or are refused by the template.
+    messages raise a `MessageError` for messages that are malformed, have images, or are refused by the template.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -80,40 +99,50 @@ class ChatEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
-        self._turns: dict[tuple[str, ...], _MakeTurn] = {}
-        self._read_calls: ReadCalls | None = None
+        self._turns: dict[tuple[bool, tuple[str, ...]], _MakeTurn] = {}
 
     def first(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Return the tokens [P] of the first messages, up to where the policy starts.
 
-        ``tools`` are JSON schemas of the functions that the template is to announce. A `RolloutError` if there are
+        ``tools`` are JSON schemas of the functions that the template is to announce. A `MessageError` if there are
         tools, and no template.
         """
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is not None:
-            return self._tokens(
-                self._render(normalized, tools=[dict(tool) for tool in tools] or None)
-            )
+            adapted = [self._adapt(message) for message in normalized]
+            return self._tokens(self._render(adapted, tools=tools))
         if tools:
-            raise RolloutError(
+            raise MessageError(
                 "tools are given: the tokenizer has no chat template that could announce them"
             )
         return self._tokenizer("".join(m["content"] for m in normalized))["input_ids"]
 
-    def next(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
+    def next(
+        self,
+        messages: Sequence[Message],
+        *,
+        last_token: int,
+        turn: Message | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
 
         If ``last_token`` does not end a turn in the template, the end is added; in templates without one, such as
-        GLM's, it may be the token with which the next message starts. A `RolloutError` if the template leaves out one
+        GLM's, it may be the token with which the next message starts. A `MessageError` if the template leaves out one
         of the messages, or does not render them after the policy's turn.
+
+        Args:
+            turn: the policy's message, whose calls have the names of the functions.
+            tools: as those of the first messages; some tokenizers have another chat template for them.
         """
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is None:
             return self._tokens("".join(m["content"] for m in normalized))
-        make_turn = self._find_turn(normalized)
-        last_end, end, further = self._render_after(make_turn, normalized)
+        make_turn = partial(self._find_turn(normalized, has_tools=bool(tools)), turn=turn or {})
+        render_after = partial(self._render_after, has_tools=bool(tools))
+        last_end, end, further = render_after(make_turn, normalized)
         if self._is_mark(last_token):
             if last_token in end:
                 return end[end.index(last_token) + 1 :] + further
@@ -121,10 +150,10 @@ class ChatEncoder:
                 return further
         if further[:1] == [last_token] and (not end or self._is_mark(last_token)):
             return further[1:]
-        if make_turn is _answer:
+        if make_turn.func is _answer:
             return end + further
         # The policy has written its calls to their end, and only what ends a turn is missing.
-        _, end_of_answer, _ = self._render_after(_answer, [_QUESTION])
+        _, end_of_answer, _ = render_after(partial(_answer, turn={}), [_QUESTION])
         if end[len(end) - len(end_of_answer) :] == end_of_answer:
             return end_of_answer + further
         last_mark = len(end)
@@ -132,6 +161,15 @@ class ChatEncoder:
             if self._is_mark(token):
                 last_mark = i
         return end[last_mark:] + further
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the tokenizer knows."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text without a template."""
+        return self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""
@@ -155,44 +193,129 @@ class ChatEncoder:
 
         ``tools`` are JSON schemas of the functions, whose types some forms of calls need.
         """
-        if self._read_calls is None:
-            self._read_calls = read_hermes
-            if self._tokenizer.chat_template is not None:
-                self._read_calls = find_call_form(partial(self._render, prompt=False))
-        return read_calls(turn, self._read_calls, tools)
+        return read_calls(turn, self._reader.form.read, tools)
 
-    def _find_turn(self, messages: Sequence[dict[str, Any]]) -> _MakeTurn:
+    def read_turn(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        is_ended: bool,
+        prompt_ids: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """Return a turn as the message that an agent gets.
+
+        It has ``content`` without special tokens, ``reasoning_content`` if there is any, and ``tool_calls`` with parsed
+        arguments. A turn that was cut off has no calls. A call that cannot be read stays in the content, and one in a
+        thought is a part of it.
+
+        Args:
+            prompt_ids: tokens before the turn, which say whether it starts inside a thought; without them, it does if
+                the chat template opens one after a question.
+        """
+        text = self.turn_text(token_ids, stop=stop, is_ended=is_ended)
+        if prompt_ids:
+            prompt = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
+            opened = self._reader.find_open_thought(prompt)
+        else:
+            opened = self._opened_thought
+        parts = self._reader.read(text, tools=tools, opened=opened, has_calls=is_ended)
+        seed = array("q", [*prompt_ids, *token_ids]).tobytes()
+        return parts.make_message(seed=seed, form=self._reader.form)
+
+    @cached_property
+    def _reader(self) -> TurnReader:
+        tokens: dict[int, Any] = self._tokenizer.added_tokens_decoder
+        special = {str(token) for token in tokens.values() if token.special}
+        special.update(self._tokenizer.all_special_tokens)
+        form = HERMES
+        template = choose_template(self._tokenizer, has_tools=True)
+        if template is not None:
+            form = find_call_form(partial(self._render, prompt=False, has_tools=True))
+        return TurnReader(
+            form=form,
+            thought_marks=choose_thought_marks([template or "", *map(str, tokens.values())]),
+            special_tokens=compile_tokens([*special]),
+        )
+
+    @cached_property
+    def _opened_thought(self) -> str:
+        """The mark with which the template opens a thought after a question; empty: it opens none."""
+        if self._tokenizer.chat_template is None:
+            return ""
+        return self._reader.find_open_thought(self._render([_QUESTION]))
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        """Name of a turn's reasoning in the template; that of OpenAI's API if it renders none."""
+        word = "gcoreword"
+        call = self._adapt(make_call_turn([make_call("tool", {"a": "b"}, "call00000")]))
+        for key in _REASONING_KEYS:
+            for turn in (_answer("", [], {}), call):
+                try:
+                    text = self._render(
+                        [_QUESTION, {**turn, key: word}], prompt=False, has_tools=True
+                    )
+                except MessageError:
+                    continue
+                if word in text:
+                    return key
+        return _REASONING_KEYS[0]
+
+    def _adapt(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with its calls and reasoning as the template expects them."""
+        adapted = dict(message)
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        if calls:
+            form = self._reader.form
+            adapted["tool_calls"] = [_adapt_call(call, form) for call in calls]
+        reasoning = adapted.get("reasoning_content")
+        if reasoning and self._reasoning_key != "reasoning_content":
+            del adapted["reasoning_content"]
+            adapted[self._reasoning_key] = reasoning
+            if calls and self._reasoning_key == "thinking":
+                # The template of gpt-oss refuses a text between a thought and a call.
+                adapted["content"] = ""
+        return adapted
+
+    def _find_turn(self, messages: Sequence[dict[str, Any]], *, has_tools: bool) -> _MakeTurn:
         """Return a form of the policy's turn after which the template renders messages of these roles.
 
         Results of tools come after their calls where they can: some templates refuse or leave out others.
         """
         roles = tuple(message["role"] for message in messages)
-        if roles in self._turns:
-            return self._turns[roles]
+        if (has_tools, roles) in self._turns:
+            return self._turns[has_tools, roles]
         words: list[str] = []
         probes: list[dict[str, Any]] = []
         for message in messages:
             words.append(f"gcoreword{len(words)}x")
             probes.append({**message, "content": words[-1]})
-        refusal: RequestError | None = None
+        refusal: MessageError | None = None
         for make_turn in (_call, _call_in_json, _answer) if roles[0] == "tool" else (_answer,):
-            turns = [_QUESTION, make_turn(_STAND_IN, probes)]
+            turns = [_QUESTION, make_turn(_STAND_IN, probes, {})]
             try:
-                _, stand_in, text = self._render([*turns, *probes]).rpartition(_STAND_IN)
-            except RequestError as error:
+                whole = self._render([*turns, *probes], has_tools=has_tools)
+            except MessageError as error:
                 refusal = error
                 continue
+            _, stand_in, text = whole.rpartition(_STAND_IN)
             positions = [text.find(word) for word in words]
             if stand_in and -1 not in positions and positions == sorted(positions):
-                self._turns[roles] = make_turn
+                self._turns[has_tools, roles] = make_turn
                 return make_turn
-        raise refusal or RolloutError(
+        raise refusal or MessageError(
             f"the chat template does not render messages of {' and '.join(dict.fromkeys(roles))} after the policy's, "
             "or leaves them out; conversations of several turns need them"
         )
 
     def _render_after(
-        self, make_turn: _MakeTurn, messages: Sequence[dict[str, Any]]
+        self,
+        make_turn: "partial[dict[str, Any]]",
+        messages: Sequence[dict[str, Any]],
+        *,
+        has_tools: bool,
     ) -> tuple[list[int], list[int], list[int]]:
         """Return the end of a turn of the policy that is the last, its end before messages, and those messages."""
         stand_in = _STAND_IN
@@ -200,8 +323,10 @@ class ChatEncoder:
             stand_in += "x"
         turns = [_QUESTION, make_turn(stand_in, messages)]
         # Only from the stand-in on: the text before it may change with the messages after it.
-        last_end = self._tokens(self._render(turns, prompt=False).rpartition(stand_in)[2])
-        tail = self._tokens(self._render([*turns, *messages]).rpartition(stand_in)[2])
+        last = self._render(turns, prompt=False, has_tools=has_tools)
+        whole = self._render([*turns, *messages], has_tools=has_tools)
+        last_end = self._tokens(last.rpartition(stand_in)[2])
+        tail = self._tokens(whole.rpartition(stand_in)[2])
         num_end = count_common(last_end, tail)
         if last_end and not num_end:
             # gpt-oss ends an answer with another token if messages follow it. All of them start with one mark.
@@ -212,21 +337,42 @@ class ChatEncoder:
         return last_end, tail[:num_end], tail[num_end:]
 
     def _render(
-        self, messages: list[dict[str, Any]], *, prompt: bool = True, tools: Any = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        has_tools: bool = False,
     ) -> str:
+        """Apply the chat template; with ``has_tools`` the one for conversations with tools, where there is one."""
         options = {
             **self._template_kwargs,
             "add_generation_prompt": prompt,
             "tokenize": False,
-            "tools": tools,
+            "tools": [dict(tool) for tool in tools] or None,
         }
-        return render_chat(self._tokenizer, messages, **options)
+        template = choose_template(self._tokenizer, has_tools=bool(tools) or has_tools)
+        return render_chat(self._tokenizer, list(messages), chat_template=template, **options)
 
     def _is_mark(self, token: int) -> bool:
         """Return whether a token stands for one of the tokenizer's marks, and not for text that is written like one."""
-        return (
-            token == self._tokenizer.eos_token_id or token in self._tokenizer.added_tokens_decoder
-        )
+        return token == self._tokenizer.eos_token_id or token in self._marks
+
+    @cached_property
+    def _marks(self) -> set[int]:
+        return set(self._tokenizer.added_tokens_decoder)
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _adapt_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+    function: dict[str, Any] = dict(call["function"])
+    arguments = function.get("arguments")
+    if form.takes_json and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+    if not form.takes_json and isinstance(arguments, str):
+        # The template may take text, too.
+        with suppress(ValueError):
+            function["arguments"] = json.loads(arguments or "{}")
+    return {**call, "function": function}

@@ -1,10 +1,10 @@
 """Chat messages of environments, JSON and Parquet, in the one form that chat templates take."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from gcore_rollout.errors import RequestError
+from gcore_agents.errors import MessageError
 
 _IMAGE_TYPES = ("image", "image_url")
 
@@ -21,10 +21,10 @@ def normalize_messages(messages: object, *, keeps_parts: bool = False) -> list[d
         keeps_parts: keep content that is a list of parts, for models that read images.
 
     Raises:
-        RequestError: anything else; it names the message and the field.
+        MessageError: anything else; it names the message and the field.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise RequestError(
+        raise MessageError(
             f"messages are {messages!r:.80}; expected a list of messages with role and content"
         )
     return [
@@ -36,7 +36,7 @@ def normalize_messages(messages: object, *, keeps_parts: bool = False) -> list[d
 def drop_none(value: Any, where: str) -> Any:
     """Return a value of mappings, lists and text without the keys that are None, at any depth.
 
-    ``where`` names the value in errors. `RequestError` if a text has a lone surrogate, which is no character.
+    ``where`` names the value in errors. `MessageError` if a text has a lone surrogate, which is no character.
     """
     if isinstance(value, str):
         check_text(value, where)
@@ -54,23 +54,47 @@ def drop_none(value: Any, where: str) -> Any:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise a `RequestError` if a text cannot be encoded; ``where`` names it."""
+    """Raise a `MessageError` if a text cannot be encoded; ``where`` names it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
+        raise MessageError(
             f"{where} has a lone surrogate, {text[error.start]!r} at character {error.start + 1}; expected Unicode text"
         ) from None
 
 
+def choose_template(tokenizer: Any, *, has_tools: bool) -> str | None:
+    """Return the chat template of a tokenizer that may have several by name, as transformers chooses it.
+
+    Command-R and Hermes 2 have one for conversations with tools. A `MessageError` if there is none of that name.
+    """
+    template: Any = tokenizer.chat_template
+    if isinstance(template, list | tuple):
+        entries: Sequence[Mapping[str, str]] = template
+        template = {entry["name"]: entry["template"] for entry in entries}
+    if not isinstance(template, Mapping):
+        return template
+    templates: Mapping[str, str] = template
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" not in templates:
+        raise MessageError(
+            f"the chat templates are named {sorted(templates)}; expected one that is named 'default'"
+        )
+    return templates["default"]
+
+
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Apply the tokenizer's chat template to normalized messages; `RequestError` if the template refuses them.
+    """Apply the tokenizer's chat template to normalized messages; `MessageError` if the template refuses them.
 
     Text becomes a list of one part for templates that read nothing else, as those of many models with images do.
     """
-    if _reads_parts_alone(tokenizer, str(tokenizer.chat_template)):
+    template = options.pop("chat_template", None)
+    if template is None:
+        template = choose_template(tokenizer, has_tools=bool(options.get("tools")))
+    if _reads_parts_alone(tokenizer, template):
         messages = [_split_into_parts(message) for message in messages]
-    return _render(tokenizer, messages, options)
+    return _render(tokenizer, messages, {**options, "chat_template": template})
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Any:
@@ -79,19 +103,18 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str
     except Exception as error:
         # A template is a program, which may fail in any way.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise RequestError(f"the chat template refuses the messages: {reason}") from error
+        raise MessageError(f"the chat template refuses the messages: {reason}") from error
 
 
 @lru_cache(maxsize=8)
-def _reads_parts_alone(tokenizer: Any, template: str) -> bool:
+def _reads_parts_alone(tokenizer: Any, template: str | None) -> bool:
     """Return whether a template leaves out a message's text unless it is in a part."""
-    del template  # one of the tokenizer's, which may be changed
     word = "gcoreword"
     message = {"role": "user", "content": word}
     for messages in ([message], [_split_into_parts(message)]):
         try:
-            text = _render(tokenizer, messages, {"tokenize": False})
-        except RequestError:
+            text = _render(tokenizer, messages, {"tokenize": False, "chat_template": template})
+        except MessageError:
             continue
         if word in text:
             return messages != [message]
@@ -107,20 +130,20 @@ def _split_into_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(
+        raise MessageError(
             f"message {number} is {message!r:.80}; expected a mapping with role and content"
         )
     where = f"message {number}"
     normalized: dict[str, Any] = drop_none(message, where)
     if not isinstance(normalized.get("role"), str):
-        raise RequestError(
+        raise MessageError(
             f"{where} has the role {normalized.get('role')!r}; expected text, such as 'user'"
         )
     content: Any = normalized.get("content")
     if content is None:
         if not normalized.get("tool_calls"):
             fault = "is None" if "content" in message else "is missing"
-            raise RequestError(
+            raise MessageError(
                 f"{where}.content {fault}; expected text, which may be None next to tool_calls alone"
             )
         normalized["content"] = ""
@@ -128,7 +151,7 @@ def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[
         if not keeps_parts:
             normalized["content"] = _join_parts(content, f"{where}.content")
     elif not isinstance(content, str):
-        raise RequestError(
+        raise MessageError(
             f"{where}.content is {content!r:.80}; expected text, or a list of parts of type text"
         )
     return normalized
@@ -142,11 +165,11 @@ def _join_parts(parts: list[Any], where: str) -> str:
             entries: Mapping[str, Any] = part
             kind = entries.get("type", "text")
             if kind in _IMAGE_TYPES:
-                raise RequestError(f"{where} has an image; expected text alone")
+                raise MessageError(f"{where} has an image; expected text alone")
             text = None
             if kind == "text":
                 text = entries.get("text")
         if not isinstance(text, str):
-            raise RequestError(f"{where} has the part {part!r:.80}; expected parts of type text")
+            raise MessageError(f"{where} has the part {part!r:.80}; expected parts of type text")
         texts.append(text)
     return "".join(texts)

@@ -11,11 +11,13 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
-from gcore_rollout.errors import RequestError
+from gcore_agents.chat.reasoning import drop_thoughts
+from gcore_agents.errors import MessageError
 
 Properties: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON schemas of a tool's arguments, by name."""
@@ -24,37 +26,72 @@ _NAME = "gcorename"
 _ARGUMENTS = {"gcorekeya": "gcorevaluea", "gcorekeyb": "gcorevalueb"}
 _ANSWER = "zzanswer"
 """A text that starts otherwise than calls."""
-_CALL_IDS = ("gcoreid01", f"functions.{_NAME}:0")
-"""Mistral's ids have nine characters, and Kimi's hold the name, which it writes nowhere else."""
-_THOUGHTS = re.compile(
-    r"<think>.*?(?:</think>|\Z)"
-    r"|\[THINK\].*?(?:\[/THINK\]|\Z)"
-    r"|<\|channel>thought.*?(?:<channel\|>|\Z)"
-    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)",
-    re.DOTALL,
-)
+_CALL_ID = "gcoreid01"
+"""Nine characters, as in Mistral's ids."""
+_NAMED_ID = f"functions.{_NAME}:0"
+"""Kimi's ids hold the name, which it writes nowhere else."""
 _MARK = re.compile(r"<\W?[^<>\s]+\W?>|\[[A-Z_]+\]")
 _FIRST_MARK = re.compile(rf"\A(?:{_MARK.pattern})")
 _WORDS = {"True": True, "False": False, "None": None}
 _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
 _NAMES = r"[\w./-]++"
-_DECODER = json.JSONDecoder()
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _FAULTS = (ValueError, RecursionError, MemoryError)
 """Errors of parsers for text that is malformed or nested too deeply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One call that a turn holds."""
+    """One call that a turn holds.
+
+    Example:
+        >>> [call] = read_hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', {})
+        >>> call.name, call.arguments
+        ('add', {'a': 1})
+    """
 
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
     """Why the call cannot be read; empty: it can."""
+    call_id: str = field(default="", compare=False)
+    """Id that the policy has written; empty: none."""
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
+    """Start and end in the text. Calls of one list have the span of the list."""
 
 
 ReadCalls: TypeAlias = Callable[[str, Mapping[str, Properties]], list[ToolCall]]
 """Reads the calls of a text; the second argument has the properties of each tool."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """How a chat template writes calls."""
+
+    read: ReadCalls
+    before: tuple[str, ...] = ()
+    """Marks and words that may stand before a call, around all calls or each of them."""
+    after: tuple[str, ...] = ()
+    takes_json: bool = False
+    """Whether the template takes arguments as JSON, and not as a mapping."""
+    has_named_ids: bool = False
+    """Whether ids are as Kimi's: functions.NAME:NUMBER."""
+
+
+def index_properties(tools: Sequence[Mapping[str, Any]]) -> dict[str, Properties]:
+    """Return the JSON schemas of arguments by the name of the tool."""
+    properties: dict[str, Properties] = {}
+    for tool in tools:
+        function = tool.get("function") or tool
+        parameters = function.get("parameters") or {}
+        properties[str(function.get("name"))] = parameters.get("properties") or {}
+    return properties
 
 
 def read_calls(
@@ -65,37 +102,62 @@ def read_calls(
     What stands in its thoughts is no call, also where the chat template has opened them, or nothing closes them.
 
     Args:
-        read: of `find_call_form`.
+        read: of a `CallForm`.
         tools: JSON schemas of the functions. In some forms they alone say whether 5 is a text or a number.
     """
-    properties: dict[str, Properties] = {}
-    for tool in tools:
-        function = tool.get("function") or tool
-        parameters = function.get("parameters") or {}
-        properties[str(function.get("name"))] = parameters.get("properties") or {}
-    answer = _THOUGHTS.sub("", turn)
-    if "</think>" in answer:
-        answer = answer.partition("</think>")[2]
-    return read(answer, properties)
+    return read(drop_thoughts(turn), index_properties(tools))
 
 
-def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> ReadCalls:
-    """Return the function that reads calls as a chat template writes them; if it writes none, as Hermes does.
+def remove_calls(text: str, calls: Sequence[ToolCall], form: CallForm) -> str:
+    """Return a text without its calls and what stands around them; those that cannot be read stay in it."""
+    spans = sorted({call.span for call in calls if not call.error})
+    kept: list[str] = []
+    position = 0
+    for start, end in spans:
+        kept.append(_remove_end(text[position:start], form.before))
+        position = _skip_start(text, end, form.after)
+    kept.append(text[position:])
+    pieces = [piece.strip() for piece in kept]
+    return "\n".join(piece for piece in pieces if piece)
 
-    ``render`` applies the template to messages, and raises a `RequestError` for those that the template refuses. A form
+
+def _remove_end(text: str, pieces: Sequence[str]) -> str:
+    """Return a text without any of these pieces at its end, or space between them."""
+    while True:
+        text = text.rstrip()
+        piece = next((piece for piece in pieces if text.endswith(piece)), "")
+        if not piece:
+            return text
+        text = text.removesuffix(piece)
+
+
+def _skip_start(text: str, position: int, pieces: Sequence[str]) -> int:
+    """Return the position after any of these pieces, and space between them."""
+    while True:
+        position = _skip_space(text, position)
+        piece = next((piece for piece in pieces if text.startswith(piece, position)), "")
+        if not piece:
+            return position
+        position += len(piece)
+
+
+def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
+    """Return how a chat template writes calls; if it writes none, the form of Hermes.
+
+    ``render`` applies the template to messages, and raises a `MessageError` for those that the template refuses. A form
     is only taken if the template's own call is read in it.
     """
     question = {"role": "user", "content": "?"}
     try:
         answer = render([question, {"role": "assistant", "content": _ANSWER}])
-    except RequestError:
-        return read_hermes
-    for call_id in _CALL_IDS:
+    except MessageError:
+        return HERMES
+    for call_id in (_CALL_ID, _NAMED_ID):
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
             turn = make_call_turn([make_call(_NAME, arguments, call_id)])
             try:
                 text = _cut_turn(render([question, turn]), answer)
-            except RequestError:
+            except MessageError:
                 continue
             # Where arguments are expected as JSON, a mapping is refused, or written as Python does.
             if _NAME not in text or repr(_ARGUMENTS) in text:
@@ -103,9 +165,23 @@ def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> ReadCalls:
             if not all(key in text for key in _ARGUMENTS):
                 continue
             read = _json_form(text) or _element_form(text)
-            if read is not None and read(text, {}) == [_EXPECTED]:
-                return read
-    return read_hermes
+            calls = read(text, {}) if read is not None else []
+            if read is not None and calls == [_EXPECTED]:
+                start, end = calls[0].span
+                return CallForm(
+                    read=read,
+                    before=_split_pieces(text[:start]),
+                    after=_split_pieces(text[end:]),
+                    takes_json=arguments is not _ARGUMENTS,
+                    has_named_ids=call_id == _NAMED_ID,
+                )
+    return HERMES
+
+
+def _split_pieces(text: str) -> tuple[str, ...]:
+    """Return the marks and words of a text, without any twice."""
+    words = _MARK.sub(lambda mark: f" {mark[0]} ", text).split()
+    return tuple(dict.fromkeys(words))
 
 
 def make_call(name: str, arguments: object, call_id: str) -> dict[str, Any]:
@@ -151,7 +227,8 @@ def _json_form(text: str) -> ReadCalls | None:
             opening = _flexible(_last_line(before))
             if not name or not opening:
                 return None
-            return partial(_read_named, re.compile(rf"{opening}\s*({_NAMES}){middle}\s*(?=\{{)"))
+            pattern = rf"{opening}\s*({_NAMES})(:\d+)?{middle}\s*(?=\{{)"
+            return partial(_read_named, re.compile(pattern))
         keys = {json.dumps(entry): key for key, entry in value.items()}
         name_key = keys.get(json.dumps(_NAME))
         arguments_key = keys.get(json.dumps(_ARGUMENTS))
@@ -216,9 +293,15 @@ def _flexible(text: str) -> str:
 
 
 def _make_call(name: object, arguments: object) -> ToolCall:
-    if isinstance(name, str) and isinstance(arguments, dict):
-        return ToolCall(name=name, arguments=arguments)
-    return _make_error("a call is an object with a name and an object of arguments")
+    if not (isinstance(name, str) and isinstance(arguments, dict)):
+        return _make_error("a call is an object with a name and an object of arguments")
+    entries: dict[str, Any] = arguments
+    try:
+        # Lone surrogates and infinite numbers cannot be sent to an agent.
+        json.dumps([name, entries], allow_nan=False, ensure_ascii=False).encode()
+    except _FAULTS as error:
+        return _make_error(f"the arguments cannot be sent: {error}")
+    return ToolCall(name=name, arguments=entries)
 
 
 def _make_error(error: str, name: str = "") -> ToolCall:
@@ -229,42 +312,59 @@ def _read_marked(
     opening: str,
     closing: str,
     language: str,
-    parse: Callable[[str], list[ToolCall]],
+    parse: Callable[[str], tuple[list[ToolCall], int]],
     text: str,
     tools: Mapping[str, Properties],
 ) -> list[ToolCall]:
     """Read calls between two marks; without the first the text is one call, whose end needs no mark."""
     del tools
-    # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
-    bodies = text.split(opening)[1:] if opening else [_FIRST_MARK.sub("", text)]
+    opening_length = len(opening)
+    if opening:
+        starts = [match.start() for match in re.finditer(re.escape(opening), text)]
+    else:
+        # Llama 3.1 may write <|python_tag|> before a call, which its template does not.
+        first_mark = _FIRST_MARK.match(text)
+        opening_length = first_mark.end() if first_mark else 0
+        starts = [0]
     calls: list[ToolCall] = []
-    for body in bodies:
-        if closing not in body:
+    for start, body_end in pairwise([*starts, len(text)]):
+        body_start = start + opening_length
+        body = text[body_start:body_end]
+        content, mark, _ = body.partition(closing) if closing else (body, "", "")
+        if mark != closing:
             # It was cut off.
             continue
         try:
-            calls += parse(body.partition(closing)[0] if closing else body)
+            parsed, length = parse(content)
         except (SyntaxError, TypeError, *_FAULTS) as error:
             if opening:
                 calls.append(_make_error(f"the call is not {language}: {error}"))
+            continue
+        span = (start, body_start + length + len(mark))
+        calls.extend(replace(call, span=span) for call in parsed)
     return calls
 
 
 def _parse_objects(
     name_key: str, arguments_key: str, content: str, *, is_call: bool, is_whole: bool
-) -> list[ToolCall]:
-    """Return the calls of a JSON object or a list of them.
+) -> tuple[list[ToolCall], int]:
+    """Return the calls of a JSON object or a list of them, and how many characters they take.
 
     If it ``is_call``, objects of another form are errors; otherwise they are no calls. If it ``is_whole``, there is
     nothing else in the content.
     """
-    value: Any = json.loads(content) if is_whole else _DECODER.raw_decode(content.strip())[0]
+    value: Any
+    if is_whole:
+        value = _DECODER.decode(content)
+        length = len(content)
+    else:
+        value, length = _DECODER.raw_decode(content, _skip_space(content, 0))
     calls: list[ToolCall] = []
     for call in value if isinstance(value, list) else [value]:
         entries: Any = call if isinstance(call, dict) else {}
         if is_call or (name_key in entries and arguments_key in entries):
             calls.append(_make_call(entries.get(name_key), entries.get(arguments_key, {})))
-    return calls
+    return calls, length
 
 
 def _make_object_reader(opening: str, closing: str, name_key: str, arguments_key: str) -> ReadCalls:
@@ -281,22 +381,25 @@ def _make_object_reader(opening: str, closing: str, name_key: str, arguments_key
 _EXPECTED = ToolCall(name=_NAME, arguments=_ARGUMENTS)
 read_hermes = _make_object_reader("<tool_call>", "</tool_call>", "name", "arguments")
 """Reads ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen3 write calls."""
+HERMES = CallForm(read=read_hermes)
 
 
 def _read_named(
     pattern: re.Pattern[str], text: str, tools: Mapping[str, Properties]
 ) -> list[ToolCall]:
-    """Read calls that are a name, which the pattern finds, and JSON behind it."""
+    """Read calls that are a name, which the pattern finds, and JSON after it."""
     del tools
     calls: list[ToolCall] = []
     for match in pattern.finditer(text):
         name = match.group(1)
         try:
-            arguments, _ = _DECODER.raw_decode(text, match.end())
+            arguments, end = _DECODER.raw_decode(text, match.end())
         except _FAULTS as error:
             calls.append(_make_error(f"the call is not JSON: {error}", name))
         else:
-            calls.append(_make_call(name, arguments))
+            call_id = f"functions.{name}{match[2]}" if match[2] else ""
+            span = (match.start(), end)
+            calls.append(replace(_make_call(name, arguments), call_id=call_id, span=span))
     return calls
 
 
@@ -309,9 +412,9 @@ def _read_elements(
 ) -> list[ToolCall]:
     """Read calls that are a name, which the first pattern finds, and an element for each argument.
 
-    The pieces of an element are what stands before its key, between key and value, and behind the value.
+    The pieces of an element are what stands before its key, between key and value, and after the value.
     """
-    before_key, before_value, behind_value = pieces
+    before_key, before_value, after_value = pieces
     calls: list[ToolCall] = []
     position = 0
     while match := pattern.search(text, position):
@@ -321,7 +424,7 @@ def _read_elements(
         position = _skip_space(text, match.end())
         while start := before_key.match(text, position):
             middle = before_value.search(text, start.end())
-            end = middle and behind_value.search(text, middle.end())
+            end = middle and after_value.search(text, middle.end())
             if middle is None or end is None:
                 # Nor does any later one end.
                 return [*calls, _make_error("an argument does not end", name)]
@@ -330,7 +433,8 @@ def _read_elements(
             arguments[key] = _convert(value, properties.get(key, {}))
             position = _skip_space(text, end.end())
         if text.startswith(closing, position):
-            calls.append(ToolCall(name=name, arguments=arguments))
+            span = (match.start(), position + len(closing))
+            calls.append(replace(_make_call(name, arguments), span=span))
         elif position < len(text):
             rest = text[position : position + 20]
             calls.append(_make_error(f"after its name and arguments stands {rest!r}", name))
@@ -350,7 +454,7 @@ def _convert(text: str, schema: Mapping[str, Any]) -> Any:
     if text.strip() in _WORDS:
         return _WORDS[text.strip()]
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except _FAULTS:
         return text
 
@@ -389,20 +493,21 @@ def _read_quoted(
             # Strings are every second part.
             parts[number] = json.dumps(part) if number % 2 else _KEY.sub(r'\1"\2":', part)
         try:
-            calls.append(_make_call(match.group(1), json.loads("".join(parts))))
+            call = _make_call(match.group(1), _DECODER.decode("".join(parts)))
+            calls.append(replace(call, span=(match.start(), match.end() + len(body + mark))))
         except _FAULTS as error:
             calls.append(_make_error(f"the arguments cannot be read: {error}", match.group(1)))
     return calls
 
 
-def _parse_python(content: str) -> list[ToolCall]:
-    """Return the calls of a Python list of calls with named arguments, or of one such call."""
+def _parse_python(content: str) -> tuple[list[ToolCall], int]:
+    """Return the calls of a Python list of calls with named arguments, or of one such call; and their characters."""
     with warnings.catch_warnings():
         # Of escapes that Python does not have.
         warnings.simplefilter("ignore")
         expression = ast.parse(content.strip(), mode="eval").body
     nodes = expression.elts if isinstance(expression, ast.List) else [expression]
-    return [_read_node(node) for node in nodes]
+    return [_read_node(node) for node in nodes], len(content)
 
 
 def _read_node(node: ast.expr) -> ToolCall:
@@ -418,6 +523,6 @@ def _read_node(node: ast.expr) -> ToolCall:
                 name.id = {"true": "True", "false": "False", "null": "None"}[name.id]
         value = ast.literal_eval(ast.unparse(keyword.value))
         # A `TypeError` for what is no JSON, such as bytes.
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
         arguments[keyword.arg] = value
-    return ToolCall(name=ast.unparse(node.func), arguments=arguments)
+    return _make_call(ast.unparse(node.func), arguments)
