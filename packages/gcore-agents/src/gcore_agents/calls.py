@@ -59,6 +59,8 @@ class ChatReply:
     finish_reason: str
     """stop, length or tool_calls."""
     prompt_tokens: int
+    stop_string: str = ""
+    """The string of the call's that ended the turn; the message's content is without it."""
     token_ids: Sequence[int] = ()
     """What was sampled; none in the text that ends a session."""
     log_probs: Sequence[float] = ()

@@ -183,6 +183,23 @@ class MessageGraph:
             node = best
             position += len(best.messages)
 
+    def find_tokens(self, token_ids: Sequence[int]) -> MessageNode:
+        """Return the node whose path's tokens are the longest that these tokens start with; it may be the root."""
+        tokens = list(token_ids)
+        best = self.root
+        waiting = [self.root]
+        while waiting:
+            node = waiting.pop()
+            if node.num_tokens > best.num_tokens:
+                best = node
+            start = node.num_tokens
+            waiting.extend(
+                child
+                for child in node.children
+                if tokens[start : child.num_tokens] == list(child.token_ids)
+            )
+        return best
+
     def find_prefix(self, node: MessageNode, token_ids: Sequence[int]) -> MessageNode:
         """Return the last node on the path to a node whose path's tokens all start these; it may be the root."""
         last = self.root

@@ -73,7 +73,7 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
     except (Exception, SystemExit) as error:
         raise AgentFailedError(f"{name}: {type(error).__name__}: {error}") from error
     finally:
-        task.session.is_closed = True
+        task.session.close()
     for reward_name, value in _list_rewards(result, name):
         task.session.add_reward(SessionReward(value=value, name=reward_name))
 
@@ -121,7 +121,7 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
         except TimeoutError:
             raise AgentFailedError(f"{command!r} took longer than {timeout_s:g} s") from None
         finally:
-            task.session.is_closed = True
+            task.session.close()
             await _end_group(process)
         if code:
             lines = log.read_text(errors="replace").splitlines()[-5:]

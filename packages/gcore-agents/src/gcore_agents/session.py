@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.encoder import ChatEncoder
@@ -20,6 +20,8 @@ History = Literal["sampled", "template", "tool_cycle"]
 of them now; or the first until the next message of the user, and then the second."""
 SessionEnd = Literal["done", "truncated_turn", "length", "max_turns", "timeout"]
 """The agent ended it; its last turn was cut off before its end; its tokens were used up, or its turns, or its time."""
+SessionStatus = Literal["completed", "failed", "truncated"]
+"""What the agent came to, as its runner says when it closes the session."""
 
 _BUDGET_TEXT = "The budget of this session is used up. Stop here and give your final answer."
 
@@ -95,7 +97,8 @@ class Session:
         self.rewards: list[SessionReward] = []
         self.end: SessionEnd | None = None
         """Why it is to end; None: the agent may go on."""
-        self.is_closed = False
+        self.status: SessionStatus | None = None
+        """How it was closed; None: it is open."""
         self.unused: dict[str, object] = {}
         """Sampling parameters that the agent has sent, and that the run's replace."""
         self.last_call_s = self._start_s = time.monotonic()
@@ -117,17 +120,38 @@ class Session:
         Raises:
             CallError: the call cannot be answered; the session goes on.
         """
-        if self.is_closed:
-            raise CallError("the session is closed", status=409, code="session_closed")
+        self._check_open()
         self.last_call_s = time.monotonic()
         key = call.retry_key or _digest(call)
         task = self._replies.get(key)
         is_marked = bool(call.retry_key) or call.is_retry
         if task is None or _has_failed(task) or (self._is_delivered(task) and not is_marked):
             task = asyncio.create_task(self._answer(call))
+            task.add_done_callback(_has_failed)
             self._replies[key] = task
-        # A client that goes away does not end the turn, which its retry asks for.
-        return await asyncio.shield(task)
+        try:
+            # A client that goes away does not end the turn, which its retry asks for.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                self._check_open()
+            raise
+
+    def close(self, status: SessionStatus = "completed") -> None:
+        """Answer no further call, and end those that are being answered; a second close changes nothing."""
+        if self.status is not None:
+            return
+        self.status = status
+        for task in self._replies.values():
+            task.cancel()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.status is not None
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise CallError("the session is closed", status=409, code="session_closed")
 
     def _is_delivered(self, task: "asyncio.Task[list[ChatReply]]") -> bool:
         if not task.done():
@@ -200,8 +224,12 @@ class Session:
 
     def count_tokens(self, call: ChatCall) -> int:
         """Return the number of tokens that a call's messages would have, without adding them to the graph."""
+        return len(self.list_prompt_tokens(call))
+
+    def list_prompt_tokens(self, call: ChatCall) -> list[int]:
+        """Return the tokens of the prompt that a call would have."""
         _, _, prompt_ids = self._find(call, counts=False)
-        return len(prompt_ids)
+        return prompt_ids
 
     def _find(
         self, call: ChatCall, *, counts: bool
@@ -212,7 +240,7 @@ class Session:
         """
         graph = self.graph
         if call.prompt_ids:
-            return graph.root, [], list(call.prompt_ids)
+            return graph.find_tokens(call.prompt_ids), [], list(call.prompt_ids)
         messages = call.messages
         node, position = graph.find(messages)
         further = messages[position:]
@@ -228,7 +256,12 @@ class Session:
         )
         try:
             if node.is_turn and is_sampled and not has_new_turns:
-                added = self.encoder.next(further, last_token=node.token_ids[-1])
+                added = self.encoder.next(
+                    further,
+                    last_token=node.token_ids[-1],
+                    turn=node.messages[0],
+                    tools=call.tools,
+                )
                 return node, further, [*node.path_tokens(), *added]
             prompt_ids = self.encoder.first(messages, tools=call.tools)
         except MessageError as error:
@@ -290,8 +323,15 @@ class Session:
             await self._release(max_tokens)
         is_ended = sampled.finish_reason == "stop"
         message = self.encoder.read_turn(
-            sampled.token_ids, tools=call.tools, stop=stop, is_ended=is_ended
+            sampled.token_ids,
+            tools=call.tools,
+            stop=stop,
+            is_ended=is_ended,
+            prompt_ids=context.path_tokens(),
         )
+        stop_string = ""
+        if is_ended:
+            stop_string = _cut_at_stop(message, call.stop)
         finish_reason = "stop" if is_ended else "length"
         if is_ended and message.get("tool_calls"):
             finish_reason = "tool_calls"
@@ -310,6 +350,7 @@ class Session:
             message=message,
             finish_reason=finish_reason,
             prompt_tokens=context.num_tokens,
+            stop_string=stop_string,
             token_ids=sampled.token_ids,
             log_probs=sampled.log_probs,
             created_s=int(time.time()),
@@ -357,6 +398,17 @@ class Session:
             prompt_tokens=context.num_tokens,
             created_s=int(time.time()),
         )
+
+
+def _cut_at_stop(message: dict[str, Any], stop: Sequence[str]) -> str:
+    """Cut a turn's content where the first of these strings starts, and return that string; empty: there is none."""
+    content: str = message["content"]
+    hits = [(content.index(string), string) for string in stop if string in content]
+    if not hits:
+        return ""
+    position, string = min(hits)
+    message["content"] = content[:position]
+    return string
 
 
 def _has_failed(task: "asyncio.Task[list[ChatReply]]") -> bool:

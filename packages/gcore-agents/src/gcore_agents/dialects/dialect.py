@@ -1,0 +1,190 @@
+"""The common part of all dialects: an API's JSON becomes a `ChatCall`, and replies become its JSON or its events.
+
+Sampling parameters of the agent are noted in ``ChatCall.unused``: those of the run hold. What would change the
+distribution that is sampled from in a way that training cannot repeat is refused: biases of logits, grammars, schemas
+of the answer, and calls of tools that are forced.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.dialects.events import KEEP_ALIVE, write_event
+from gcore_agents.dialects.fields import JsonFields, check_depth, parse_json
+from gcore_agents.errors import CallError
+from gcore_agents.session import Session
+
+MAX_TURNS = 64
+"""Most turns that a call may ask for at once."""
+MAX_STOPS = 16
+"""Most stop strings of a call."""
+MODEL = "policy"
+"""Name of the model in replies to calls that name none; names in calls are ignored, and written back."""
+CONSTRAINED = "training cannot reproduce constrained sampling"
+
+_MEDIA = ("image", "audio", "file", "document", "video")
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+}
+
+
+class Dialect(ABC):
+    """One API of one session.
+
+    Example:
+        >>> class Plain(Dialect):
+        ...     def read_call(self, body):
+        ...         return ChatCall(messages=[{"role": "user", "content": body["question"]}])
+        ...
+        ...     def write_reply(self, call, replies):
+        ...         return {"answer": replies[0].message["content"]}
+        ...
+        ...     def write_events(self, call, replies):
+        ...         yield write_event(self.write_reply(call, replies))
+        >>> Plain.write_error(CallError("n is 0; expected 1", field="n"))["error"]["param"]
+        'n'
+    """
+
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE
+    """Sent in a stream while the reply takes long; clients leave it out."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @abstractmethod
+    def read_call(self, body: Any) -> ChatCall:
+        """Return the call that a body of JSON is; `CallError`, which names the field, if it is none."""
+
+    @abstractmethod
+    def write_reply(self, call: ChatCall, replies: Sequence[ChatReply]) -> dict[str, Any]:
+        """Return the JSON of the turns that a call asked for."""
+
+    @abstractmethod
+    def write_events(self, call: ChatCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+        """Yield the events of the turns that a call asked for, in the order of the API."""
+
+    @classmethod
+    def write_error(cls, error: CallError) -> dict[str, Any]:
+        """Return the JSON of an error; here that of OpenAI's APIs."""
+        fields = {
+            "message": str(error),
+            "type": error_type(error.status),
+            "param": error.field or None,
+            "code": error.code or None,
+        }
+        return {"error": fields}
+
+    @classmethod
+    def write_error_event(cls, error: CallError) -> bytes:
+        """Return the event of an error that is known after a stream has started."""
+        return write_event(cls.write_error(error))
+
+
+def error_type(status: int) -> str:
+    """Return the name that OpenAI and Anthropic give to errors of an HTTP status."""
+    if status in _ERROR_TYPES:
+        return _ERROR_TYPES[status]
+    return "invalid_request_error" if status < 500 else "api_error"
+
+
+def read_body(body: Any) -> JsonFields:
+    """Return the fields of a body; `CallError` if it is no object, or nested too deeply."""
+    check_depth(body, "body")
+    return JsonFields(body)
+
+
+def read_content(fields: JsonFields, field: str, text_types: Mapping[str, str]) -> str:
+    """Return the text of a content, which is a text or a list of parts.
+
+    ``text_types`` has the types of parts that hold text, and in which field. Parts are joined by line ends.
+    """
+    value = fields.values.get(field)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        fields.fail(field, "text, or a list of parts")
+    texts: list[str] = []
+    for part in fields.read_objects(field):
+        kind = part.require_text("type")
+        if kind not in text_types:
+            refuse_part(part, "type", tuple(text_types))
+        texts.append(part.read_text(text_types[kind]) or "")
+    return "\n".join(texts)
+
+
+def refuse_part(part: JsonFields, field: str, text_types: Iterable[str]) -> None:
+    """Raise the `CallError` of a part that has a type that is not supported."""
+    expected = " or ".join(text_types)
+    kind = str(part.values.get(field))
+    if any(medium in kind for medium in _MEDIA):
+        part.fail(field, f"{expected}: the endpoint takes text alone")
+    part.fail(field, expected)
+
+
+def make_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """Return a call of a tool in the form of `ChatCall.messages`."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def read_arguments(fields: JsonFields, field: str) -> dict[str, Any]:
+    """Return the arguments of a call, which are JSON in a text."""
+    text = fields.read_text(field) or "{}"
+    arguments = parse_json(text, fields.name(field))
+    if not isinstance(arguments, dict):
+        fields.fail(field, "the JSON of an object")
+    return arguments
+
+
+def read_tool(fields: JsonFields, parameters: str) -> dict[str, Any]:
+    """Return a function as tools announce it; ``parameters`` is the field of its JSON schema."""
+    function: dict[str, Any] = {"name": fields.require_text("name")}
+    description = fields.read_text("description")
+    if description is not None:
+        function["description"] = description
+    schema = fields.read_object(parameters)
+    if schema is not None:
+        check_schema(schema)
+        function["parameters"] = schema.values
+    return {"type": "function", "function": function}
+
+
+def check_schema(schema: JsonFields) -> None:
+    """Raise a `CallError` if a JSON schema of arguments has properties of another form."""
+    properties = schema.read_object("properties")
+    if properties is None:
+        return
+    for name in properties.values:
+        details = properties.values[name]
+        if isinstance(details, bool):
+            continue
+        for choices in ("enum", "anyOf", "oneOf"):
+            JsonFields(details, properties.name(name)).read_list(choices)
+
+
+def name_results(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which results of tools have the names of their calls, which some chat templates write.
+
+    Several system messages at the start become one: many templates take no more.
+    """
+    names: dict[str, str] = {}
+    named: list[dict[str, Any]] = []
+    for message in messages:
+        copy = dict(message)
+        for call in message.get("tool_calls") or ():
+            names[call["id"]] = call["function"]["name"]
+        call_id = message.get("tool_call_id")
+        if call_id in names:
+            copy.setdefault("name", names[call_id])
+        is_system = message["role"] == "system"
+        if is_system and len(named) == 1 and named[0]["role"] == "system":
+            texts = [named[0]["content"], message["content"]]
+            named[0]["content"] = "\n\n".join(text for text in texts if text)
+            continue
+        named.append(copy)
+    return named

@@ -1,0 +1,93 @@
+"""What a runner asks of a session over HTTP: its state, its graph, rewards and its end."""
+
+import time
+from typing import Any, get_args
+
+from gcore_agents.calls import ChatCall
+from gcore_agents.dialects.chat_completions import read_messages, read_tools
+from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.session import Session, SessionReward, SessionStatus
+
+
+def describe_session(session: Session, fields: JsonFields) -> dict[str, Any]:
+    """Return the state of a session."""
+    del fields
+    return {
+        "session_id": session.session_id,
+        "state": "closed" if session.is_closed else "open",
+        "status": session.status,
+        "end": session.end,
+        "calls": sum(1 for _ in session.graph.turns()),
+        "tokens": session.num_used_tokens,
+        "idle_s": time.monotonic() - session.last_call_s,
+        "score": session.score,
+        "findings": dict(session.graph.findings),
+        "unused": session.unused,
+    }
+
+
+def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
+    """Return the nodes of a session's graph, with ``tokens=1`` also their tokens."""
+    with_tokens = fields.read_text("tokens") == "1"
+    nodes: list[dict[str, Any]] = []
+    for node in session.graph.nodes:
+        entry: dict[str, Any] = {
+            "number": node.number,
+            "parent": node.parent.number if node.parent is not None else -1,
+            "messages": list(node.messages),
+            "num_tokens": len(node.token_ids),
+            "response_id": node.response_id,
+            "finish_reason": node.finish_reason,
+            "is_delivered": node.is_delivered,
+        }
+        if with_tokens:
+            entry["token_ids"] = list(node.token_ids)
+            entry["log_probs"] = list(node.log_probs)
+            entry["weight_versions"] = list(node.weight_versions)
+        nodes.append(entry)
+    return {"session_id": session.session_id, "nodes": nodes}
+
+
+def add_reward(session: Session, fields: JsonFields) -> dict[str, Any]:
+    """Add a reward of the session, or of the turn ``response_id``."""
+    value = fields.values.get("value")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        fields.fail("value", "a finite number")
+    reward = SessionReward(
+        value=float(value),
+        response_id=fields.read_text("response_id") or "",
+        name=fields.read_text("name") or "reward",
+    )
+    session.add_reward(reward)
+    return {"score": session.score}
+
+
+def close_session(session: Session, fields: JsonFields) -> dict[str, Any]:
+    """End a session; calls that are being answered end with an error."""
+    status: Any = fields.read_text("status") or "completed"
+    if status not in get_args(SessionStatus):
+        fields.fail("status", " or ".join(get_args(SessionStatus)))
+    session.close(status)
+    return describe_session(session, fields)
+
+
+def tokenize(session: Session, fields: JsonFields) -> dict[str, Any]:
+    """Return the tokens of ``prompt``, or of ``messages`` with ``tools``, as vLLM's route does."""
+    if fields.has("prompt"):
+        add_special_tokens = fields.values.get("add_special_tokens") is not False
+        text = fields.read_text("prompt") or ""
+        tokens = session.encoder.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        call = ChatCall(messages=read_messages(fields), tools=read_tools(fields))
+        tokens = session.list_prompt_tokens(call)
+    return {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": session.budget.max_context,
+    }
+
+
+def detokenize(session: Session, fields: JsonFields) -> dict[str, Any]:
+    """Return the text of ``tokens``, with special ones."""
+    tokens = fields.read_token_ids("tokens", session.encoder.vocab_size)
+    return {"prompt": session.encoder.turn_text(tokens, is_ended=False)}
