@@ -110,6 +110,23 @@ def test_equal_prompts_are_computed_once_only_with_equal_images(folder: Path) ->
     assert pack([wide[0], tall[0]]).input_ids.size == 2 * length
 
 
+def test_branches_see_the_images_that_they_follow(folder: Path) -> None:
+    """A token in the middle, the prompt and nothing are followed by another branch each."""
+    reference = Reference.load(folder)
+    response = [50, 51, 52, 53, 60, 61, 70, 71, 72, 80, 81]
+    sample, images = make_case(reference, [WIDE], response)
+    forks = np.array([[4, 1], [6, -1], [9, -2]])
+    tree = replace(sample, forks=forks, response_mask=np.arange(11) != 9)
+    [[found]] = PackedModel.from_pretrained(folder).log_probs([[tree]])
+    with torch.no_grad():
+        for path in ([0, 1, 2, 3], [0, 1, 4, 5], [6, 7, 8]):
+            branch = replace(sample, response_ids=sample.response_ids[path])
+            expected = expected_log_probs(reference, (branch, images))
+            np.testing.assert_allclose(found[path], expected, atol=TOLERANCE, rtol=0)
+        expected = reference.log_probs([80], (), [81])
+        np.testing.assert_allclose(found[10:], expected, atol=TOLERANCE, rtol=0)
+
+
 def test_gradients_are_those_of_each_sample_alone(folder: Path) -> None:
     reference = Reference.load(folder)
     cases = make_cases(reference)

@@ -83,9 +83,9 @@ def seen(batch: PackedBatch) -> list[list[tuple[int, int]]]:
     """The tokens, and their positions, that each response token is predicted from."""
     tokens = list(zip(batch.input_ids.tolist(), batch.positions.tolist(), strict=True))
     by_query: list[list[tuple[int, int]]] = []
-    for start, length, parent, _ in batch.segments:
-        prompt = [] if parent is None else tokens[parent.start : parent.start + parent.length]
-        by_query += [[*prompt, *tokens[start : start + i + 1]] for i in range(length)]
+    for segment in batch.segments:
+        sequence = [tokens[i] for i in segment.sequence]
+        by_query += [sequence[: segment.context_length + i + 1] for i in range(segment.length)]
     return [by_query[i] for i in batch.predict_index[batch.target_place].tolist()]
 
 

@@ -38,17 +38,18 @@ def seen(tiles: list[Tile], num_tokens: int) -> np.ndarray:
 
 
 @settings(max_examples=100)
-@given(lengths=groups, share_prefix=st.booleans(), window=windows)
-def test_a_row_is_cut_exactly(lengths: list[Group], share_prefix: bool, window: int | None) -> None:
-    batch = pack(make_samples(lengths, seed=0), share_prefix=share_prefix)
+@given(lengths=groups, share_prefix=st.booleans(), window=windows, num_forks=st.integers(0, 6))
+def test_a_row_is_cut_exactly(
+    lengths: list[Group], share_prefix: bool, window: int | None, num_forks: int
+) -> None:
+    batch = pack(make_samples(lengths, seed=0, num_forks=num_forks), share_prefix=share_prefix)
     num_tokens = batch.input_ids.size
     expected = np.zeros((num_tokens, num_tokens), np.int64)
-    for start, length, parent, _ in batch.segments:
-        keys = np.arange(start, start + length)
-        if parent is not None:
-            keys = np.append(np.arange(parent.start, parent.start + parent.length), keys)
-        places, own = batch.positions[keys], batch.positions[start : start + length, None]
-        expected[start : start + length, keys] = (places <= own) & (
+    for segment in batch.segments:
+        keys = segment.sequence
+        queries = keys[segment.context_length :]
+        places, own = batch.positions[keys], batch.positions[queries, None]
+        expected[queries[:, None], keys] = (places <= own) & (
             places > own - (window or num_tokens + own)
         )
     tiles = row_tiles(batch.segments, window)
@@ -88,11 +89,12 @@ def test_work_under_a_window_is_that_of_the_window() -> None:
 
 
 @settings(max_examples=30)
-@given(lengths=groups, share_prefix=st.booleans())
+@given(lengths=groups, share_prefix=st.booleans(), num_forks=st.integers(0, 6))
 def test_short_rows_under_a_mask_are_those_of_tiles(
-    lengths: list[Group], share_prefix: bool
+    lengths: list[Group], share_prefix: bool, num_forks: int
 ) -> None:
-    segments = pack(make_samples(lengths, seed=0), share_prefix=share_prefix).segments
+    samples = make_samples(lengths, seed=0, num_forks=num_forks)
+    segments = pack(samples, share_prefix=share_prefix).segments
     num_tokens, cpu = sum(s.length for s in segments), torch.device("cpu")
     torch.manual_seed(0)
     q, k, v = (

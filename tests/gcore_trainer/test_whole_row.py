@@ -83,11 +83,17 @@ def written_out_gradients(
     window=st.sampled_from([None, 1, 3, 8, 100]),
     has_sinks=st.booleans(),
     share_prefix=st.booleans(),
+    num_forks=st.integers(0, 4),
 )
 def test_one_call_gives_what_tiles_do(
-    groups: list[tuple[int, list[int]]], window: int | None, has_sinks: bool, share_prefix: bool
+    groups: list[tuple[int, list[int]]],
+    window: int | None,
+    has_sinks: bool,
+    share_prefix: bool,
+    num_forks: int,
 ) -> None:
-    samples = make_samples([Group(prompt, lengths) for prompt, lengths in groups[:4]], seed=0)
+    lengths = [Group(prompt, lengths) for prompt, lengths in groups[:4]]
+    samples = make_samples(lengths, seed=0, num_forks=num_forks)
     batch = pack(samples, share_prefix=share_prefix)
     generator = torch.Generator().manual_seed(0)
     shapes = [(batch.input_ids.size, count, HEAD_DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]

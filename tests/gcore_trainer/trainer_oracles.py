@@ -76,8 +76,12 @@ groups = st.lists(
 )
 
 
-def make_samples(groups: Iterable[Group], *, seed: int) -> list[Sample]:
-    """Samples in random order, with every per-token array; old log-probs are set by `off_policy`."""
+def make_samples(groups: Iterable[Group], *, seed: int, num_forks: int = 0) -> list[Sample]:
+    """Samples in random order, with every per-token array; old log-probs are set by `off_policy`.
+
+    Args:
+        num_forks: most forks of a response.
+    """
     rng = np.random.default_rng(seed)
     samples: list[Sample] = []
     for group in groups:
@@ -92,7 +96,20 @@ def make_samples(groups: Iterable[Group], *, seed: int) -> list[Sample]:
                     advantages=np.full(length, rng.normal(), np.float32),
                 )
             )
-    return [samples[i] for i in rng.permutation(len(samples))]
+    samples = [samples[i] for i in rng.permutation(len(samples))]
+    if num_forks:
+        samples = [fork(s, int(rng.integers(num_forks + 1)), rng) for s in samples]
+    return samples
+
+
+def fork(sample: Sample, num_forks: int, rng: np.random.Generator) -> Sample:
+    """The sample with random forks, as many as its response has tokens for; tokens that follow nothing are masked."""
+    size = sample.response_ids.size
+    starts = np.sort(rng.permutation(np.arange(1, size))[:num_forks])
+    parents = np.array([rng.integers(max(-2, start - 9), start) for start in starts], np.int64)
+    mask = sample.mask.copy()
+    mask[starts[parents == -2]] = False
+    return replace(sample, response_mask=mask, forks=np.stack([starts, parents], axis=1))
 
 
 def off_policy(

@@ -109,10 +109,19 @@ class Sample:
     returns: NDArray[np.float32] | None = None
     """Targets of the critic."""
     routed_experts: NDArray[np.int16] | None = None
-    """[P + R - 1, L, K] the K experts of the policy that every input token passes through in each of L layers (see
-    `router_replay`); None: its routers choose."""
+    """[num_inputs, L, K] the K experts of the policy that every input token passes through in each of L layers, in the
+    order of prompt and response (see `router_replay`); None: its routers choose."""
     images: Images | None = None
     """Images of the prompt, in the order of their places; None: there are none."""
+    forks: NDArray[np.int64] | None = None
+    """[F, 2] where the response branches: token ``forks[i, 0]`` follows token ``forks[i, 1]``, not its predecessor. -1
+    stands for the prompt's last token; -2: it starts a sequence of its own, which sees nothing before it, and is masked
+    out because nothing predicts it. The first column ascends, from 1 on. None: each token follows its predecessor.
+
+    The response is then a tree, such as all turns of an agent and its sub-agents, and counts as one sequence. A token
+    sees the path that leads to it, and is computed once for all paths that it is on. Sums and means over a sequence
+    (GSPO's ratio, sequence levels of `rollout_correction`, ``seq-mean`` modes, DPO) are over all tokens of the tree;
+    GAE follows the order of the array, not the paths."""
 
     def __post_init__(self) -> None:
         for field in ("prompt_ids", "response_ids"):
@@ -132,17 +141,56 @@ class Sample:
                 raise BatchError(
                     f"{field} has shape {array.shape}; expected that of response_ids, {shape}"
                 )
+        if self.forks is not None:
+            self._check_forks(self.forks)
         routing = self.routed_experts
         if routing is not None and (routing.ndim != 3 or routing.shape[0] != self.num_inputs):
             raise BatchError(
                 f"routed_experts has shape {routing.shape}; expected ({self.num_inputs}, layers, experts), for "
-                f"{self.prompt_ids.size} prompt and {self.response_ids.size} response tokens without the last"
+                f"{self.prompt_ids.size} prompt and {self.response_ids.size} response tokens without the last of each "
+                "branch"
+            )
+
+    def _check_forks(self, forks: NDArray[np.int64]) -> None:
+        if forks.ndim != 2 or forks.shape[1] != 2:
+            raise BatchError(f"forks has shape {forks.shape}; expected (forks, 2)")
+        if forks.dtype != np.int64:
+            raise BatchError(f"forks has dtype {forks.dtype}; expected int64")
+        starts = forks[:, 0]
+        parents = forks[:, 1]
+        earliest = np.append(1, starts + 1)[:-1]
+        size = self.response_ids.size
+        is_bad = (starts < earliest) | (starts >= size) | (parents < -2) | (parents >= starts)
+        if is_bad.any():
+            i = int(is_bad.argmax())
+            raise BatchError(
+                f"forks[{i}] is {forks[i].tolist()}; expected a token from {earliest[i]} to {size - 1}, and an earlier "
+                "one that it follows, -1 for the prompt or -2 for nothing"
+            )
+        is_bad = (parents == -2) & self.mask[starts]
+        if is_bad.any():
+            i = int(is_bad.argmax())
+            raise BatchError(
+                f"forks[{i}] is {forks[i].tolist()} and the mask of token {starts[i]} is True; expected False, because "
+                "nothing predicts it"
             )
 
     @property
+    def parents(self) -> NDArray[np.int64]:
+        """[R] the response token that each one follows; -1: the prompt's last token, -2: none."""
+        parents = np.arange(-1, self.response_ids.size - 1)
+        if self.forks is not None:
+            parents[self.forks[:, 0]] = self.forks[:, 1]
+        return parents
+
+    @property
     def num_inputs(self) -> int:
-        """P + R - 1: the last response token predicts nothing."""
-        return self.prompt_ids.size + self.response_ids.size - 1
+        """Tokens that predict another: the prompt's, and the response's without the last of each branch.
+
+        P + R - 1 where there are no forks.
+        """
+        parents = self.parents
+        return self.prompt_ids.size + np.unique(parents[parents >= 0]).size
 
     @property
     def prompt_key(self) -> bytes:

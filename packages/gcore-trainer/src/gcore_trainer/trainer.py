@@ -281,7 +281,7 @@ class Trainer(BaseTrainer, ABC):
     def log_probs_and_routing(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        """Return `log_probs`, and the experts [P + R - 1, L, K] of every token; `TrainerError` if there are none."""
+        """Return `log_probs`, and the experts [num_inputs, L, K] of every token; `TrainerError` if there are none."""
         if not self.num_routers:
             raise TrainerError("the model has no routers whose choice of experts could be recorded")
         routing: Routing = []

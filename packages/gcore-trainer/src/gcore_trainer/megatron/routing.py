@@ -52,7 +52,7 @@ class LayerRouters:
             router.recorded = [] if is_recording else None
 
     def take_recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
-        """Return [P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
+        """Return [num_inputs, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
         return [row.of_samples(self._gather_stages(i, row)) for i, row in enumerate(rows)]
 
     def _impose(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:

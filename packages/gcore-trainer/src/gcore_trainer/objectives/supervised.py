@@ -255,7 +255,13 @@ class RewardModelObjective(Objective[torch.Tensor]):
 
 
 def scored_at_end(sample: Sample) -> Sample:
-    """Append a token that is never read, and make it the only one that counts: its value is the sample's reward."""
+    """Append a token that is never read, and make it the only one that counts: its value is the sample's reward.
+
+    Raises:
+        BatchError: the response has several ends.
+    """
+    if sample.forks is not None and sample.forks.size:
+        raise BatchError(f"forks is {sample.forks.tolist()}; expected None for a reward at the end")
     response_ids = np.append(sample.response_ids, 0)
     return Sample(
         prompt_ids=sample.prompt_ids,

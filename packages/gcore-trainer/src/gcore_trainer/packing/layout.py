@@ -1,28 +1,34 @@
 """The layout of a row: its segments, and the packing of samples end to end.
 
-No padding is computed, and a prompt that many samples share is computed once. A row of T tokens is made of segments. A
-*causal* segment starts from nothing: a prompt, or a prompt with its only response. A *branch* segment is one of several
-responses to a prompt: its tokens see the prompt's and their own predecessors. A response's last token predicts nothing,
-so it is never an input.
+No padding is computed, and tokens that several sequences share are computed once: the prompt of many samples, and the
+common path of a response's branches (`Sample.forks`). A row of T tokens is made of segments. A *causal* segment starts
+from nothing: a prompt, or a prompt with its only response. A *branch* segment follows its parent, one of several that
+do: its tokens see all tokens of the parent and of its ancestors, and their own predecessors. All segments that follow
+one, directly or not, stand next to each other after it. A response's last token, and that of each of its branches,
+predicts nothing, so it is never an input.
 
 Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then
 follow the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.errors import ConfigError
+from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import MicroBatch, Sample
 
 
-class Segment(NamedTuple):
-    """A segment of a row; a branch has the prompt that it follows as its parent."""
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A segment of a row; a branch follows its parent's last token, and sees that one's ancestors, too."""
 
     start: int
     length: int
@@ -36,11 +42,24 @@ class Segment(NamedTuple):
         return range(self.start, self.start + self.length)
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt that a branch follows; 0 for a causal segment."""
+    def path(self) -> "list[Segment]":
+        """The segments that its last token sees, first to last: its ancestors and itself."""
+        path: list[Segment] = [self]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        return path[::-1]
+
+    @cached_property
+    def context_length(self) -> int:
+        """Tokens of all its ancestors; 0 for a causal segment."""
         if self.parent is None:
             return 0
-        return self.parent.length
+        return self.parent.context_length + self.parent.length
+
+    @property
+    def sequence(self) -> NDArray[np.int64]:
+        """[context_length + length] places of the tokens that its last token sees."""
+        return np.concatenate([np.arange(s.start, s.start + s.length) for s in self.path])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,29 +85,44 @@ class PackedBatch:
     predict_index: NDArray[np.int64]
     """[U] packed places whose next-token distribution is needed."""
     target_place: NDArray[np.int64]
-    """[N] which of those U predicts each response token."""
+    """[N] which of those U predicts each response token; any of them for a token that nothing predicts."""
     target_ids: NDArray[np.int64]
     """[N]."""
     last_prompt_places: NDArray[np.int64]
     """Place of each sample's last prompt token in the row."""
-    first_response_places: NDArray[np.int64]
-    """Place of each sample's first response token in the row; the last response token has none."""
+    response_places: list[NDArray[np.int64]]
+    """[R] place of each sample's response tokens in the row; -1: the token predicts nothing, and is not in it."""
 
     @property
     def segment_lengths(self) -> NDArray[np.int64]:
         """Lengths of the segments, with their padding."""
         return np.array([s.length for s in self.segments])
 
+    @property
+    def sequence_starts(self) -> NDArray[np.int64]:
+        """[T] place of the first token that each token sees."""
+        starts = [segment.path[0].start for segment in self.segments]
+        return np.repeat(starts, self.segment_lengths)
+
     def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
-        """Return the places [P + R - 1] of each sample's input tokens in the row."""
+        """Return the places [num_inputs] of each sample's input tokens in the row."""
         index: list[NDArray[np.int64]] = []
-        for sample, last, first in zip(
-            samples, self.last_prompt_places, self.first_response_places, strict=True
+        for sample, last, response_places in zip(
+            samples, self.last_prompt_places, self.response_places, strict=True
         ):
             prompt_places = np.arange(last - sample.prompt_ids.size, last) + 1
-            response_places = first + np.arange(sample.response_ids.size - 1)
-            index.append(np.concatenate([prompt_places, response_places]))
+            index.append(np.concatenate([prompt_places, response_places[response_places >= 0]]))
         return index
+
+
+class _Branch(NamedTuple):
+    """Consecutive tokens of a prompt or a response; others follow the last of them, and no other one."""
+
+    ids: NDArray[np.int64]
+    """Its input tokens."""
+    row_index: NDArray[np.int64]
+    """Gets the place of each of them in the row."""
+    children: "list[_Branch]"
 
 
 def pack(
@@ -101,12 +135,14 @@ def pack(
     """Pack one micro-batch.
 
     Args:
+        share_prefix: compute equal prompts once; branches of one response share their path in any case.
         multiple_of: pad the row so that T is a multiple of it.
         segment_multiple_of: pad every segment so that its length is a multiple of it.
 
     Raises:
         ConfigError: a multiple is below 1, or segments are to be padded where they share prompts: the padding of a
             prompt would stand between it and its responses.
+        BatchError: segments are to be padded, and branches of a response share tokens.
     """
     for name, value in (("multiple_of", multiple_of), ("segment_multiple_of", segment_multiple_of)):
         if value < 1:
@@ -122,47 +158,65 @@ def pack(
     pieces: list[NDArray[np.int64]] = []
     segments: list[Segment] = []
     last_prompt_places = np.empty(len(samples), np.int64)
-    first_response_places = np.empty(len(samples), np.int64)
+    response_places = [np.full(sample.response_ids.size, -1) for sample in samples]
     total = 0
 
-    def add(*parts: NDArray[np.int64], parent: Segment | None = None) -> Segment:
+    def add(branches: Sequence[_Branch], parent: Segment | None) -> Segment:
         nonlocal total
-        num_real = sum(part.size for part in parts)
-        num_padding = -num_real % segment_multiple_of
-        pieces.extend(parts)
+        start = total
+        for branch in branches:
+            branch.row_index[:] = np.arange(total, total + branch.ids.size)
+            pieces.append(branch.ids)
+            total += branch.ids.size
+        num_padding = -(total - start) % segment_multiple_of
         pieces.append(np.zeros(num_padding, np.int64))
-        segment = Segment(total, num_real + num_padding, parent, num_padding)
-        segments.append(segment)
-        total += segment.length
+        total += num_padding
+        segment = Segment(start, total - start, parent, num_padding)
+        if segment.length:
+            segments.append(segment)
         return segment
+
+    def add_tree(root: _Branch) -> None:
+        pending: list[tuple[_Branch, Segment | None]] = [(root, None)]
+        while pending:
+            branch, parent = pending.pop()
+            chain = [branch]
+            while len(chain[-1].children) == 1:
+                chain += chain[-1].children
+            segment = add(chain, parent)
+            pending.extend((child, segment) for child in reversed(chain[-1].children))
 
     for members in by_prompt.values():
         prompt = samples[members[0]].prompt_ids
-        last_prompt_places[members] = total + prompt.size - 1
-        if len(members) == 1:
-            first_response_places[members] = total + prompt.size
-            add(prompt, samples[members[0]].response_ids[:-1])
-            continue
-        root = add(prompt)
+        prompt_places = np.empty_like(prompt)
+        responses: list[_Branch] = []
+        separate: list[_Branch] = []
         for i in members:
-            first_response_places[i] = total
-            if samples[i].response_ids.size > 1:
-                add(samples[i].response_ids[:-1], parent=root)
+            branches = _cut_response(samples[i], response_places[i])
+            responses += branches[-1]
+            separate += branches[-2]
+        add_tree(_Branch(prompt, prompt_places, responses))
+        for root in separate:
+            add_tree(root)
+        last_prompt_places[members] = prompt_places[-1]
+    if segment_multiple_of > 1 and any(s.parent for s in segments):
+        raise BatchError(
+            "forks of a sample share tokens, and ranks that pass keys and values on (a ring) divide its row; expected "
+            "ulysses_sequence_parallel_size equal to context_parallel_size"
+        )
     num_padding = -total % math.lcm(multiple_of, segment_multiple_of)
     if num_padding:
-        add(np.zeros(num_padding, np.int64))
+        add([_Branch(np.zeros(num_padding, np.int64), np.empty(num_padding, np.int64), [])], None)
 
+    sources: list[NDArray[np.int64]] = []
+    for sample, row_index, last in zip(samples, response_places, last_prompt_places, strict=True):
+        parents = sample.parents
+        sources.append(np.where(parents < 0, last, row_index[parents]))
+    predict_index, target_place = np.unique(np.concatenate(sources), return_inverse=True)
     starts = np.array([s.start for s in segments])
     lengths = np.array([s.length for s in segments])
-    first_positions = np.array([s.prompt_length for s in segments])
+    first_positions = np.array([s.context_length for s in segments])
     last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
-    response_lengths = np.array([s.response_ids.size for s in samples])
-    ends = np.cumsum(response_lengths)
-    sources = np.repeat(
-        first_response_places - 1 - (ends - response_lengths), response_lengths
-    ) + np.arange(ends[-1])
-    sources[ends - response_lengths] = last_prompt_places
-    predict_index, target_place = np.unique(sources, return_inverse=True)
     positions = np.arange(total) - np.repeat(starts - first_positions, lengths)
     return PackedBatch(
         input_ids=np.concatenate(pieces),
@@ -172,8 +226,29 @@ def pack(
         target_place=target_place,
         target_ids=np.concatenate([s.response_ids for s in samples]),
         last_prompt_places=last_prompt_places,
-        first_response_places=first_response_places,
+        response_places=response_places,
     )
+
+
+def _cut_response(sample: Sample, row_index: NDArray[np.int64]) -> dict[int, list[_Branch]]:
+    """Cut a response where tokens follow another than their predecessor: the branches by the token they follow.
+
+    Those that follow the prompt's last token are at -1, those that follow nothing at -2.
+    """
+    if sample.forks is None:
+        return {-1: [_Branch(sample.response_ids[:-1], row_index[:-1], [])], -2: []}
+    branches: dict[int, list[_Branch]] = defaultdict(list)
+    parents = sample.parents
+    bounds = {0, parents.size}
+    bounds.update(sample.forks[:, 0].tolist())
+    bounds.update((sample.forks[sample.forks[:, 1] >= 0, 1] + 1).tolist())
+    is_input = np.zeros(parents.size, np.bool_)
+    is_input[parents[parents >= 0]] = True
+    for start, stop in pairwise(sorted(bounds)):
+        inputs = slice(start, stop - 1 + int(is_input[stop - 1]))
+        branch = _Branch(sample.response_ids[inputs], row_index[inputs], branches[stop - 1])
+        branches[int(parents[start])].append(branch)
+    return branches
 
 
 def rounded_length(length: int) -> int:

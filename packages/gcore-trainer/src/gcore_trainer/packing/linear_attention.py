@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.block_attention import span_index
 from gcore_trainer.packing.layout import PackedBatch, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 
@@ -33,8 +32,8 @@ def mix(
 ) -> torch.Tensor:
     """Compute the output [1, T, D] of a layer that mixes the tokens of a sequence from first to last.
 
-    Linear attention has a state and no mask, so it is given whole sequences: other layers compute a shared prompt
-    once, and such a layer once for each of its responses.
+    Linear attention has a state and no mask, so it is given whole sequences: other layers compute shared tokens
+    once, and such a layer once for each of the responses and branches that follow them.
     """
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)
@@ -46,7 +45,7 @@ def mix(
 
 
 def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Lay out the sequences of a row, each with a copy of its prompt, in rectangles of similar lengths.
+    """Lay out the sequences of a row, each with a copy of what it shares, in rectangles of similar lengths.
 
     Returns the places [S, L] of each rectangle, padded with 0, and [T] where each token stands in them, flattened.
     """
@@ -55,9 +54,7 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     for segment in batch.segments:
         if segment in shared:
             continue
-        sequence = span_index(segment.tokens)
-        if segment.parent:
-            sequence = np.append(span_index(segment.parent.tokens), sequence)
+        sequence = segment.sequence
         by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)

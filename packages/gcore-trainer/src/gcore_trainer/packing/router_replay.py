@@ -19,7 +19,7 @@ from gcore_trainer.packing.layout import PackedBatch
 from gcore_trainer.sample import MicroBatch
 
 Routing = list[list[NDArray[np.int16]]]
-"""Experts [P + R - 1, L, K] of each sample of each micro-batch."""
+"""Experts [num_inputs, L, K] of each sample of each micro-batch."""
 
 
 class ReplayedRouter(TorchFunctionMode):

@@ -27,9 +27,9 @@ from gcore_trainer.packing.vision import RowImages, Vision
 from gcore_trainer.sample import MicroBatch
 
 NUM_SHORT = 512
-"""Most tokens that a sequence has, with its prompt, in a row of short ones that share prompts."""
+"""Most tokens that a sequence has, with its prompt, in a row of short ones that share tokens."""
 NUM_SHORT_ALONE = 128
-"""The same where none shares a prompt."""
+"""The same where none shares any."""
 # Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay"
@@ -51,7 +51,7 @@ class PackedPlan:
         """Attention layers served so far."""
         self.batch = batch
         self._device = device
-        self._longest = max(s.prompt_length + s.length for s in batch.segments)
+        self._longest = max(s.context_length + s.length for s in batch.segments)
         is_shared = any(s.parent for s in batch.segments)
         self._is_short = device.type == "cpu" and self._longest <= (
             NUM_SHORT if is_shared else NUM_SHORT_ALONE
@@ -110,30 +110,30 @@ class ShortRow:
     def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
         groups: dict[tuple[int, int], list[Segment]] = {}
         for segment in segments:
-            prompt_length = 0
+            context_length = 0
             if segment.parent is not None:
-                prompt_length = rounded_length(segment.parent.length)
-            groups.setdefault((prompt_length, rounded_length(segment.length)), []).append(segment)
+                context_length = rounded_length(segment.context_length)
+            groups.setdefault((context_length, rounded_length(segment.length)), []).append(segment)
         unpack_index = np.empty(sum(s.length for s in segments), np.int64)
         self._calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         offset = 0
         for _, members in sorted(groups.items()):
-            query_index, is_real = _rectangle(members)
+            query_index, is_real = _rectangle([s.sequence[s.context_length :] for s in members])
             unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
             offset += query_index.size
             key_index = query_index
             mask = None
-            parents = [s.parent for s in members if s.parent]
-            if parents:
-                prompt_index, is_prompt = _rectangle(parents)
-                key_index = np.concatenate([prompt_index, query_index], axis=1)
+            contexts = [s.sequence[: s.context_length] for s in members if s.parent]
+            if contexts:
+                context_index, is_context = _rectangle(contexts)
+                key_index = np.concatenate([context_index, query_index], axis=1)
                 num_queries = query_index.shape[1]
-                num_prompt = prompt_index.shape[1]
+                num_context = context_index.shape[1]
                 hidden = np.zeros(
-                    (len(members), 1, num_queries, num_prompt + num_queries), np.float32
+                    (len(members), 1, num_queries, num_context + num_queries), np.float32
                 )
-                hidden[..., :num_prompt] = np.where(is_prompt, 0, -np.inf)[:, None, None]
-                hidden[..., num_prompt:] = np.triu(np.full((num_queries, num_queries), -np.inf), 1)
+                hidden[..., :num_context] = np.where(is_context, 0, -np.inf)[:, None, None]
+                hidden[..., num_context:] = np.triu(np.full((num_queries, num_queries), -np.inf), 1)
                 mask = torch.from_numpy(hidden).to(device)
             self._calls.append(
                 (
@@ -180,13 +180,13 @@ def _select(x_THD: torch.Tensor, index_SL: torch.Tensor) -> torch.Tensor:
     return x_THD.index_select(0, index_SL.ravel()).unflatten(0, index_SL.shape).transpose(1, 2)
 
 
-def _rectangle(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the places [S, L] of segments, padded to the longest by the row's first, and which are not padding."""
-    starts = np.array([[s.start] for s in segments])
-    lengths = np.array([[s.length] for s in segments])
-    columns = np.arange(lengths.max())
-    is_real = columns < lengths
-    return np.where(is_real, starts + columns, 0), is_real
+def _rectangle(rows: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Lay places in the row out as [S, L], padded to the longest by the row's first, and say which are not padding."""
+    lengths = np.array([[row.size] for row in rows])
+    is_real = np.arange(lengths.max()) < lengths
+    rectangle = np.zeros(is_real.shape, np.int64)
+    rectangle[is_real] = np.concatenate(rows)
+    return rectangle, is_real
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,7 +238,7 @@ class Row:
         return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
 
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
-        """Collect [P + R - 1, L, K] of each sample's tokens from the [T, L, K] of each rank."""
+        """Collect [num_inputs, L, K] of each sample's tokens from the [T, L, K] of each rank."""
         row = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
         row[on_device(self.row_index, row.device)] = routing_TLK
         if self.cp is not None:

@@ -96,29 +96,31 @@ def earlier_tiles(queries: range, keys: range, distance: int, window: int | None
 def row_tiles(
     segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False
 ) -> list[Tile]:
-    """Return the tiles of a row's segments: each sees itself causally, and its prompt if it has one.
+    """Return the tiles of a row's segments: each sees itself causally, and all of its ancestors.
 
     A kernel that has windows gets causal tiles whole.
     """
     tiles: list[Tile] = []
-    branches: dict[Segment, list[range]] = {}
+    descendants: dict[Segment, list[Segment]] = {}
     causal_window = None if kernel_has_windows else window
     for segment in segments:
         tiles += causal_tiles(segment.tokens, causal_window)
-        if segment.parent is not None:
-            branches.setdefault(segment.parent, []).append(segment.tokens)
-    for prompt, spans in branches.items():
-        keys = prompt.tokens
-        # Branches are neighbours, and the prompt's last tokens are seen by all of them.
-        longest = max(map(len, spans))
+        for ancestor in segment.path[:-1]:
+            descendants.setdefault(ancestor, []).append(segment)
+    for ancestor, branches in descendants.items():
+        keys = ancestor.tokens
+        # Descendants are neighbours, and the ancestor's last tokens are seen by all of them.
+        longest = max(s.context_length + s.length for s in branches) - ancestor.context_length
         first = 0
         if window is not None:
-            first = min(len(keys), max(0, len(keys) + longest - window))
+            first = min(len(keys), max(0, longest - window))
         if first < len(keys):
-            tiles.append(Tile(range(spans[0].start, spans[-1].stop), keys[first:], "all"))
+            queries = range(branches[0].start, branches[-1].tokens.stop)
+            tiles.append(Tile(queries, keys[first:], "all"))
         if first:
-            for span in spans:
-                tiles += earlier_tiles(span, keys[:first], len(keys), window)
+            for branch in branches:
+                distance = branch.context_length - ancestor.context_length
+                tiles += earlier_tiles(branch.tokens, keys[:first], distance, window)
     return tiles
 
 

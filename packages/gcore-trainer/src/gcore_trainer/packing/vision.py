@@ -50,6 +50,7 @@ class Vision:
         seen: list[Images] = []
         patch_index: list[NDArray[np.int64]] = []
         prompts: set[np.int64] = set()
+        sequence_starts = batch.sequence_starts
         for sample, row_places, last in zip(
             samples, batch.input_places(samples), batch.last_prompt_places, strict=True
         ):
@@ -62,8 +63,10 @@ class Vision:
             positions_3P, offset = self._positions(
                 sample.prompt_ids, is_image, sample.images.grid_thw
             )
+            # Branches that do not follow the prompt do not see its images.
+            is_offset = sequence_starts[row_places] == row_places[0]
+            positions_3T[:, row_places[is_offset]] += offset
             positions_3T[:, row_places[:prompt_length]] = positions_3P
-            positions_3T[:, row_places[prompt_length:]] += offset
             if last not in prompts:
                 prompts.add(last)
                 seen.append(sample.images)

@@ -1,8 +1,8 @@
 """Attention over a row in one call of flash attention, on CUDA, without tiles to merge.
 
-Each segment's queries attend to the keys of its prompt and then its own, which are copied end to end. The kernel aligns
-the last query with the last key, so that causality and sliding windows need no mask. Shapes: T tokens of a row, M keys
-of all segments, H query heads, K key-value heads, D head dimension.
+Each segment's queries attend to the keys of its ancestors and then its own, which are copied end to end. The kernel
+aligns the last query with the last key, so that causality and sliding windows need no mask. Shapes: T tokens of a row,
+M keys of all segments, H query heads, K key-value heads, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from gcore_trainer.packing.block_attention import (
     attend_varlen,
     include_sinks,
     sink_gradients,
-    span_index,
     varlen_gradients,
 )
 from gcore_trainer.packing.layout import Segment
@@ -42,9 +41,7 @@ class WholeRow:
         num_keys: list[int] = []
         index: list[NDArray[np.int64]] = []
         for segment in segments:
-            keys = span_index(segment.tokens)
-            if segment.parent is not None:
-                keys = np.append(span_index(segment.parent.tokens), keys)
+            keys = segment.sequence
             num_queries.append(segment.length)
             num_keys.append(keys.size)
             index.append(keys)
@@ -60,7 +57,7 @@ class WholeRow:
     def is_small(segments: Sequence[Segment], *, num_heads: int, num_kv_heads: int) -> bool:
         """Return whether the copied keys are few next to the queries."""
         num_tokens = sum(s.length for s in segments)
-        num_keys = num_tokens + sum(s.prompt_length for s in segments)
+        num_keys = num_tokens + sum(s.context_length for s in segments)
         return num_keys * num_kv_heads <= _MOST_KEYS * num_tokens * num_heads
 
     def gather_keys(self, x_TKD: torch.Tensor) -> torch.Tensor:

@@ -301,7 +301,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Score one micro-batch differentiably, in float32 at least.
 
         Args:
-            routing: gets the experts [P + R - 1, L, K] that routers choose for each sample; None: they are not kept.
+            routing: gets the experts [num_inputs, L, K] that routers choose for each sample; None: they are not kept.
 
         Raises:
             UnsupportedModelError: the model has layers that did not call packed attention.
@@ -324,7 +324,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             vision=self.vision,
         )
         if self._longest is not None:
-            longest = max(s.num_inputs for s in samples)
+            longest = int(row.batch.positions.max()) + 1
             if longest > self._longest:
                 raise BatchError(
                     f"a sample has {longest} input tokens; expected at most max_length = {self._longest}"
