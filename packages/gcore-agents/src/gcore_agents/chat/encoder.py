@@ -109,15 +109,28 @@ class ChatEncoder:
         ``tools`` are JSON schemas of the functions that the template is to announce. A `MessageError` if there are
         tools, and no template.
         """
+        text = self.render(messages, tools=tools)
+        if self._tokenizer.chat_template is None:
+            return self._tokenizer(text)["input_ids"]
+        return self.encode(text)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt: bool = True,
+    ) -> str:
+        """Return messages as the chat template writes them; with ``prompt``, up to where the policy starts."""
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is not None:
             adapted = [self._adapt(message) for message in normalized]
-            return self._tokens(self._render(adapted, tools=tools))
+            return self._render(adapted, tools=tools, prompt=prompt)
         if tools:
             raise MessageError(
                 "tools are given: the tokenizer has no chat template that could announce them"
             )
-        return self._tokenizer("".join(m["content"] for m in normalized))["input_ids"]
+        return "".join(message["content"] for message in normalized)
 
     def next(
         self,
@@ -139,16 +152,16 @@ class ChatEncoder:
         """
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is None:
-            return self._tokens("".join(m["content"] for m in normalized))
+            return self.encode("".join(m["content"] for m in normalized))
         make_turn = partial(self._find_turn(normalized, has_tools=bool(tools)), turn=turn or {})
         render_after = partial(self._render_after, has_tools=bool(tools))
         last_end, end, further = render_after(make_turn, normalized)
-        if self._is_mark(last_token):
+        if self.is_mark(last_token):
             if last_token in end:
                 return end[end.index(last_token) + 1 :] + further
             if last_token in last_end:
                 return further
-        if further[:1] == [last_token] and (not end or self._is_mark(last_token)):
+        if further[:1] == [last_token] and (not end or self.is_mark(last_token)):
             return further[1:]
         if make_turn.func is _answer:
             return end + further
@@ -158,7 +171,7 @@ class ChatEncoder:
             return end_of_answer + further
         last_mark = len(end)
         for i, token in enumerate(end):
-            if self._is_mark(token):
+            if self.is_mark(token):
                 last_mark = i
         return end[last_mark:] + further
 
@@ -168,7 +181,7 @@ class ChatEncoder:
         return len(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text without a template."""
+        """Return the tokens of a text in which special tokens are written out."""
         return self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -219,7 +232,7 @@ class ChatEncoder:
             prompt = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
             opened = self._reader.find_open_thought(prompt)
         else:
-            opened = self._opened_thought
+            opened = self.opened_thought
         parts = self._reader.read(text, tools=tools, opened=opened, has_calls=is_ended)
         seed = array("q", [*prompt_ids, *token_ids]).tobytes()
         return parts.make_message(seed=seed, form=self._reader.form)
@@ -240,7 +253,7 @@ class ChatEncoder:
         )
 
     @cached_property
-    def _opened_thought(self) -> str:
+    def opened_thought(self) -> str:
         """The mark with which the template opens a thought after a question; empty: it opens none."""
         if self._tokenizer.chat_template is None:
             return ""
@@ -325,14 +338,14 @@ class ChatEncoder:
         # Only from the stand-in on: the text before it may change with the messages after it.
         last = self._render(turns, prompt=False, has_tools=has_tools)
         whole = self._render([*turns, *messages], has_tools=has_tools)
-        last_end = self._tokens(last.rpartition(stand_in)[2])
-        tail = self._tokens(whole.rpartition(stand_in)[2])
+        last_end = self.encode(last.rpartition(stand_in)[2])
+        tail = self.encode(whole.rpartition(stand_in)[2])
         num_end = count_common(last_end, tail)
         if last_end and not num_end:
             # gpt-oss ends an answer with another token if messages follow it. All of them start with one mark.
             question = self._render([_QUESTION], prompt=False)
-            start = self._tokens(self._render([_QUESTION]).removeprefix(question))[:1]
-            if start and self._is_mark(start[0]) and start[0] in self._tokens(question):
+            start = self.encode(self._render([_QUESTION]).removeprefix(question))[:1]
+            if start and self.is_mark(start[0]) and start[0] in self.encode(question):
                 num_end = tail.index(start[0]) if start[0] in tail else 0
         return last_end, tail[:num_end], tail[num_end:]
 
@@ -354,16 +367,13 @@ class ChatEncoder:
         template = choose_template(self._tokenizer, has_tools=bool(tools) or has_tools)
         return render_chat(self._tokenizer, list(messages), chat_template=template, **options)
 
-    def _is_mark(self, token: int) -> bool:
+    def is_mark(self, token: int) -> bool:
         """Return whether a token stands for one of the tokenizer's marks, and not for text that is written like one."""
         return token == self._tokenizer.eos_token_id or token in self._marks
 
     @cached_property
     def _marks(self) -> set[int]:
         return set(self._tokenizer.added_tokens_decoder)
-
-    def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _adapt_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
