@@ -11,9 +11,13 @@ from typing import Any, TypeAlias
 from aiohttp import web
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.dialects.anthropic import AnthropicDialect
 from gcore_agents.dialects.chat_completions import ChatCompletionsDialect
+from gcore_agents.dialects.completions import CompletionsDialect
 from gcore_agents.dialects.dialect import MODEL, Dialect, read_body
 from gcore_agents.dialects.fields import JsonFields, parse_json
+from gcore_agents.dialects.google import GoogleDialect
+from gcore_agents.dialects.responses import ResponsesDialect
 from gcore_agents.errors import CallError
 from gcore_agents.session import Session
 from gcore_agents.session_api import (
@@ -34,7 +38,18 @@ _STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 _SessionFunction: TypeAlias = Callable[[Session, JsonFields], dict[str, Any]]
-_DIALECTS: tuple[type[Dialect], ...] = (ChatCompletionsDialect,)
+_DIALECTS: dict[str, type[Dialect]] = {
+    "/chat/completions": ChatCompletionsDialect,
+    "/responses": ResponsesDialect,
+    "/messages": AnthropicDialect,
+    "/completions": CompletionsDialect,
+}
+"""Paths of calls; those of Google have the name of the model."""
+_COUNTS: dict[str, type[Dialect]] = {
+    "/messages/count_tokens": AnthropicDialect,
+    "/responses/input_tokens": ResponsesDialect,
+}
+_GOOGLE_VERSIONS = ("/v1beta", "/v1alpha", "/v1", "")
 
 
 class _ServedSession:
@@ -42,7 +57,14 @@ class _ServedSession:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.dialects = {kind: kind(session) for kind in _DIALECTS}
+        self.responses = ResponsesDialect(session)
+        self.dialects: dict[type[Dialect], Dialect] = {
+            ChatCompletionsDialect: ChatCompletionsDialect(session),
+            ResponsesDialect: self.responses,
+            AnthropicDialect: AnthropicDialect(session),
+            CompletionsDialect: CompletionsDialect(session),
+            GoogleDialect: GoogleDialect(session),
+        }
 
 
 class AgentServer:
@@ -130,12 +152,17 @@ class AgentServer:
         for prefix in ("", "/s/{key}"):
             for version in ("/v1", ""):
                 self._add_api_routes(router, prefix + version)
+            for version in _GOOGLE_VERSIONS:
+                path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
+                router.add_post(path, self._answer_google)
             self._add_session_routes(router, prefix)
 
     def _add_api_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        calls = {"/chat/completions": ChatCompletionsDialect}
-        for path, kind in calls.items():
+        for path, kind in _DIALECTS.items():
             router.add_post(prefix + path, partial(self._answer_call, kind))
+        for path, kind in _COUNTS.items():
+            router.add_post(prefix + path, partial(self._count_tokens, kind))
+        router.add_get(f"{prefix}/responses/{{response_id}}", self._show_response)
         router.add_get(f"{prefix}/models", self._list_models)
         router.add_get(f"{prefix}/models/{{model}}", self._show_model)
 
@@ -168,11 +195,38 @@ class AgentServer:
             code="invalid_api_key",
         )
 
-    async def _answer_call(self, kind: type[Dialect], request: web.Request) -> web.StreamResponse:
+    async def _answer_google(self, request: web.Request) -> web.StreamResponse:
+        action = request.match_info["action"]
+        if action == "countTokens":
+            return await self._count_tokens(GoogleDialect, request)
+        if action not in ("generateContent", "streamGenerateContent"):
+            error = CallError(f"{action} is not supported; expected generateContent", status=404)
+            return _make_error_response(GoogleDialect, error)
+        is_stream = action == "streamGenerateContent"
+        return await self._answer_call(GoogleDialect, request, is_stream=is_stream)
+
+    async def _count_tokens(self, kind: type[Dialect], request: web.Request) -> web.Response:
+        try:
+            dialect = self._find(request).dialects[kind]
+            return web.json_response(dialect.count_tokens(await _read_body(request)))
+        except Exception as error:
+            return _make_error_response(kind, error)
+
+    async def _show_response(self, request: web.Request) -> web.Response:
+        try:
+            dialect = self._find(request).responses
+            return web.json_response(dialect.find_response(request.match_info["response_id"]))
+        except Exception as error:
+            return _make_error_response(ResponsesDialect, error)
+
+    async def _answer_call(
+        self, kind: type[Dialect], request: web.Request, *, is_stream: bool = False
+    ) -> web.StreamResponse:
+        """Answer a call; ``is_stream``: its path says that it wants a stream."""
         try:
             dialect = self._find(request).dialects[kind]
             call = _mark_retry(request, dialect.read_call(await _read_body(request)))
-            if call.stream:
+            if call.stream or is_stream:
                 return await self._stream(request, dialect, call)
             replies = await dialect.session.respond(call)
             headers = _make_headers(replies)

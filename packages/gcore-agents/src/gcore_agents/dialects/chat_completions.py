@@ -12,6 +12,7 @@ from gcore_agents.dialects.dialect import (
     MODEL,
     Dialect,
     check_schema,
+    join_system,
     make_call,
     name_results,
     read_arguments,
@@ -21,6 +22,7 @@ from gcore_agents.dialects.dialect import (
 )
 from gcore_agents.dialects.events import LAST_EVENT, split_text, write_event
 from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.session import Session
 
 _ROLES = {
     "system": "system",
@@ -31,7 +33,7 @@ _ROLES = {
 }
 _TEXT = {"text": "text"}
 _ASSISTANT_TEXT = {"text": "text", "refusal": "refusal"}
-_CONSTRAINTS = (
+CONSTRAINTS = (
     "logit_bias",
     "grammar",
     "structured_outputs",
@@ -74,7 +76,7 @@ class ChatCompletionsDialect(Dialect):
 
     def read_call(self, body: Any) -> ChatCall:
         fields = read_body(body)
-        fields.refuse(_CONSTRAINTS, CONSTRAINED)
+        fields.refuse(CONSTRAINTS, CONSTRAINED)
         fields.refuse(_OUTDATED, "use tools and tool_choice")
         fields.refuse(("audio",), "the endpoint takes text alone")
         _check_response_format(fields)
@@ -132,19 +134,20 @@ class ChatCompletionsDialect(Dialect):
     def _write_tokens(self, call: ChatCall, reply: ChatReply) -> dict[str, Any]:
         tokens: dict[str, Any] = {"logprobs": None}
         if call.options["logprobs"]:
-            tokens["logprobs"] = {"content": self.write_log_probs(reply), "refusal": None}
+            tokens["logprobs"] = {"content": write_log_probs(self.session, reply), "refusal": None}
         if call.options["token_ids"]:
             tokens["token_ids"] = list(reply.token_ids)
         return tokens
 
-    def write_log_probs(self, reply: ChatReply) -> list[dict[str, Any]]:
-        """Return the entries of a turn's tokens."""
-        entries: list[dict[str, Any]] = []
-        for token, log_prob in zip(reply.token_ids, reply.log_probs, strict=True):
-            text = self.session.encoder.turn_text([token], is_ended=False)
-            entry = {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
-            entries.append({**entry, "top_logprobs": []})
-        return entries
+
+def write_log_probs(session: Session, reply: ChatReply) -> list[dict[str, Any]]:
+    """Return the entries of a turn's tokens."""
+    entries: list[dict[str, Any]] = []
+    for token, log_prob in zip(reply.token_ids, reply.log_probs, strict=True):
+        text = session.encoder.turn_text([token], is_ended=False)
+        entry = {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+        entries.append({**entry, "top_logprobs": []})
+    return entries
 
 
 def _check_response_format(fields: JsonFields) -> None:
@@ -187,7 +190,7 @@ def read_messages(fields: JsonFields) -> list[dict[str, Any]]:
     objects = fields.read_objects("messages")
     if not objects:
         fields.fail("messages", "one or more messages")
-    return name_results(_read_message(message) for message in objects)
+    return join_system(name_results(_read_message(message) for message in objects))
 
 
 def _read_message(fields: JsonFields) -> dict[str, Any]:

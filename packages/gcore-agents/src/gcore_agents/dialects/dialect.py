@@ -60,6 +60,10 @@ class Dialect(ABC):
     def read_call(self, body: Any) -> ChatCall:
         """Return the call that a body of JSON is; `CallError`, which names the field, if it is none."""
 
+    def count_tokens(self, body: Any) -> dict[str, Any]:
+        """Return the answer to a question for the number of tokens of a call, which is not recorded."""
+        return {"input_tokens": self.session.count_tokens(self.read_call(body))}
+
     @abstractmethod
     def write_reply(self, call: ChatCall, replies: Sequence[ChatReply]) -> dict[str, Any]:
         """Return the JSON of the turns that a call asked for."""
@@ -168,10 +172,7 @@ def check_schema(schema: JsonFields) -> None:
 
 
 def name_results(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which results of tools have the names of their calls, which some chat templates write.
-
-    Several system messages at the start become one: many templates take no more.
-    """
+    """Return messages in which results of tools have the names of their calls, which some chat templates write."""
     names: dict[str, str] = {}
     named: list[dict[str, Any]] = []
     for message in messages:
@@ -181,10 +182,18 @@ def name_results(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         call_id = message.get("tool_call_id")
         if call_id in names:
             copy.setdefault("name", names[call_id])
-        is_system = message["role"] == "system"
-        if is_system and len(named) == 1 and named[0]["role"] == "system":
-            texts = [named[0]["content"], message["content"]]
-            named[0]["content"] = "\n\n".join(text for text in texts if text)
-            continue
         named.append(copy)
     return named
+
+
+def join_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose system messages at the start are one: many templates take no more."""
+    texts: list[str] = []
+    for message in messages:
+        if message["role"] != "system":
+            break
+        texts.append(message["content"])
+    if len(texts) < 2:
+        return list(messages)
+    joined = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [joined, *messages[len(texts) :]]
