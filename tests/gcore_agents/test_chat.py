@@ -1,79 +1,28 @@
 """Messages after a turn of the policy, and its calls, by the chat templates of 41 models, which come with TRL."""
 
 import json
-import re
-import string
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from template_cases import (
+    ANSWER,
+    MORE,
+    QUESTION,
+    RESULT,
+    TEMPLATES,
+    WITHOUT_CALLS,
+    WITHOUT_TOOLS,
+    make_call,
+    make_template,
+    make_tokenizer,
+    make_tool,
+    write_call,
+)
 
-from gcore_rollout import ChatEncoder, RolloutError, render_chat
-
-TRL = find_spec("trl")
-assert TRL is not None
-assert TRL.origin is not None
-TEMPLATES = {
-    file.stem: file
-    for file in sorted((Path(TRL.origin).parent / "chat_templates").glob("*.jinja"))
-    if not file.stem.endswith("_training")
-}
-MARK = re.compile(r"<\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?INST\]")
-WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
-"""They refuse results of tools, or leave them out."""
-WITHOUT_CALLS = WITHOUT_TOOLS | {
-    "deepseek_r1_distill",
-    "idefics3",
-    "lfm2",
-    "llama3",
-    "qwen2_5_vl",
-    "smolvlm",
-}
-"""They write no calls: a policy's are read as Hermes writes them."""
-
-QUESTION = {"role": "user", "content": "first"}
-ANSWER = {"role": "assistant", "content": "second"}
-MORE = {"role": "user", "content": "third"}
-RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "third"}
-
-
-def make_tokenizer(name: str) -> Any:
-    """Characters, and a token for each of a template's marks."""
-    template = TEMPLATES[name].read_text()
-    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *string.printable])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    words.decoder = decoders.Fuse()
-    for mark in sorted(set(MARK.findall(template))):
-        words.add_special_tokens([AddedToken(mark, special=True, normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        chat_template=template,
-    )
-
-
-def make_call(
-    tokenizer: Any, name: str = "add", arguments: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return a turn with a call, whose arguments some templates expect as JSON."""
-    function: dict[str, Any] = {"name": name, "arguments": arguments or {"text": "second"}}
-    call = {"type": "function", "id": "abcdefghi", "function": function}
-    turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-    try:
-        render_chat(tokenizer, [QUESTION, turn], tokenize=False)
-    except RolloutError:
-        function["arguments"] = json.dumps(function["arguments"])
-    return turn
+from gcore_agents import ChatEncoder, MessageError, render_chat
 
 
 def render(tokenizer: Any, *messages: dict[str, Any]) -> list[int]:
@@ -118,7 +67,7 @@ def test_results_of_tools_follow_calls_as_in_the_template(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(WITHOUT_TOOLS))
 def test_results_that_a_template_does_not_know_are_refused(name: str) -> None:
     tokenizer = make_tokenizer(name)
-    with pytest.raises(RolloutError, match=r"the chat template (refuses|does not render)"):
+    with pytest.raises(MessageError, match=r"the chat template (refuses|does not render)"):
         ChatEncoder(tokenizer).next([RESULT], last_token=tokenizer.eos_token_id)
 
 
@@ -157,23 +106,6 @@ def test_text_of_a_message_that_stands_for_a_turn_is_kept() -> None:
     message = {"role": "user", "content": "gcoreturn gcoreturnx"}
     further = encoder.next([message], last_token=tokenizer.eos_token_id)
     assert "user\ngcoreturn gcoreturnx" in encoder.text(further)
-
-
-def write_call(tokenizer: Any, name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the text of a turn with a call, and what ends it."""
-    turn = make_call(tokenizer, name, arguments)
-    prompt = render_chat(tokenizer, [QUESTION], tokenize=False, add_generation_prompt=True)
-    text: str = render_chat(tokenizer, [QUESTION, turn], tokenize=False)
-    return text.removeprefix(prompt.removesuffix("<think>\n"))
-
-
-TYPES = {"text": "string", "number": "integer", "flag": "boolean", "list": "array", "map": "object"}
-
-
-def make_tool(name: str) -> dict[str, Any]:
-    properties = {argument: {"type": kind} for argument, kind in TYPES.items()}
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 texts = st.text("abc XYZ019.,:;!?()[]=+-*/_&%@#~", max_size=12)
@@ -249,15 +181,6 @@ def test_calls_are_read_as_vllm_reads_them() -> None:
             json.loads(call.function.arguments),
         )
         assert read.arguments == arguments, name
-
-
-def make_template(call: str) -> str:
-    """Return a template that writes calls so, with ``c`` for a call, ``f`` for its function."""
-    return (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + call + "{% endfor %}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
 
 
 @pytest.mark.parametrize(
@@ -475,5 +398,5 @@ def test_templates_that_write_no_calls_have_those_of_hermes() -> None:
         turn = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         [call] = ChatEncoder(tokenizer).calls(turn)
         assert (call.name, call.arguments) == ("add", {"a": 1})
-        with suppress(RolloutError):
+        with suppress(MessageError):
             assert "second" not in write_call(tokenizer, "add", {"text": "second"})

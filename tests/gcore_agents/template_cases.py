@@ -1,0 +1,98 @@
+"""Chat templates of 41 models, which come with TRL, and tokenizers for them."""
+
+import json
+import re
+import string
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gcore_agents import MessageError, render_chat
+
+TRL = find_spec("trl")
+assert TRL is not None
+assert TRL.origin is not None
+TEMPLATES = {
+    file.stem: file
+    for file in sorted((Path(TRL.origin).parent / "chat_templates").glob("*.jinja"))
+    if not file.stem.endswith("_training")
+}
+MARK = re.compile(r"<\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?INST\]")
+WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
+"""They refuse results of tools, or leave them out."""
+WITHOUT_CALLS = WITHOUT_TOOLS | {
+    "deepseek_r1_distill",
+    "idefics3",
+    "lfm2",
+    "llama3",
+    "qwen2_5_vl",
+    "smolvlm",
+}
+"""They write no calls: a policy's are read as Hermes writes them."""
+
+QUESTION = {"role": "user", "content": "first"}
+ANSWER = {"role": "assistant", "content": "second"}
+MORE = {"role": "user", "content": "third"}
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "third"}
+
+
+def make_tokenizer(name: str) -> Any:
+    """Characters, and a token for each of a template's marks."""
+    template = TEMPLATES[name].read_text()
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *string.printable])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
+    for mark in sorted(set(MARK.findall(template))):
+        words.add_special_tokens([AddedToken(mark, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=template,
+    )
+
+
+def make_call(
+    tokenizer: Any, name: str = "add", arguments: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a turn with a call, whose arguments some templates expect as JSON."""
+    function: dict[str, Any] = {"name": name, "arguments": arguments or {"text": "second"}}
+    call = {"type": "function", "id": "abcdefghi", "function": function}
+    turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        render_chat(tokenizer, [QUESTION, turn], tokenize=False)
+    except MessageError:
+        function["arguments"] = json.dumps(function["arguments"])
+    return turn
+
+
+def write_call(tokenizer: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the text of a turn with a call, and what ends it."""
+    turn = make_call(tokenizer, name, arguments)
+    prompt = render_chat(tokenizer, [QUESTION], tokenize=False, add_generation_prompt=True)
+    text: str = render_chat(tokenizer, [QUESTION, turn], tokenize=False)
+    return text.removeprefix(prompt.removesuffix("<think>\n"))
+
+
+TYPES = {"text": "string", "number": "integer", "flag": "boolean", "list": "array", "map": "object"}
+
+
+def make_tool(name: str) -> dict[str, Any]:
+    properties = {argument: {"type": kind} for argument, kind in TYPES.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def make_template(call: str) -> str:
+    """Return a template that writes calls so, with ``c`` for a call, ``f`` for its function."""
+    return (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + call + "{% endfor %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
