@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import tyro
@@ -31,6 +31,7 @@ from gcore_runs import (
     trace_command,
 )
 
+_AGENT = "--rollout.agent.run"
 _USAGE = """usage: gcore-llm COMMAND [options]
 
 LLM RLHF from one command.
@@ -75,6 +76,19 @@ def embedded() -> TrainConfig:
     )
 
 
+def agent() -> TrainConfig:
+    """The same model uses a tool: set rollout.agent.run. An agent's own work is most of a step, so steps are few."""
+    config = embedded()
+    return replace(
+        config,
+        task=replace(config.task, num_train=2_000, num_val=64),
+        answer_after="",
+        data=replace(config.data, max_response_length=128),
+        actor=replace(config.actor, optim=replace(config.actor.optim, lr=5e-4)),
+        trainer=replace(config.trainer, total_training_steps=24),
+    )
+
+
 def own_data() -> TrainConfig:
     """Your model, your prompts, your reward: set model, data.train_files and reward."""
     return TrainConfig()
@@ -82,6 +96,7 @@ def own_data() -> TrainConfig:
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "embedded": embedded,
+    "agent": agent,
     "own_data": own_data,
     **LARGE,
 }
@@ -124,11 +139,13 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 def parse_train_args(args: Sequence[str]) -> TrainArgs:
     """Return the same, and the options that are no settings of a run; see `parse`."""
     recipes = extend_recipes(RECIPES, TrainArgs)
+    has_agent = any(arg.startswith(_AGENT) for arg in args)
     return parse(
         args,
         prog="gcore-llm train",
         recipes=recipes,
         description="Train by GRPO with dynamic sampling.",
+        embedded="agent" if has_agent else "embedded",
     )
 
 

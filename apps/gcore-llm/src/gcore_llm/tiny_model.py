@@ -8,8 +8,23 @@ MAX_POSITION_EMBEDDINGS = 512
 """Most tokens that the embedded model takes."""
 
 
-def tiny_tokenizer() -> Any:
-    """Return a tokenizer with one token for each printable character."""
+_CHAT_TEMPLATE = """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '[' + call.function.name + ' ' + call.function.arguments | tojson + ']' }}
+        {%- endfor %}
+        {{- '<eos>' }}
+    {%- elif m.role != 'system' %}
+        {{- m.content + '\n' }}
+    {%- endif %}
+{%- endfor %}"""
+"""Messages follow each other, and only a turn has an end; a tiny model has no use for more, nor for a system message."""
+
+
+def tiny_tokenizer(*, chats: bool = False) -> Any:
+    """Return a tokenizer with one token for each printable character; with a chat template, if it ``chats``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +40,7 @@ def tiny_tokenizer() -> Any:
         eos_token="<eos>",
         unk_token="<unk>",
         padding_side="left",
+        chat_template=_CHAT_TEMPLATE if chats else None,
     )
 
 

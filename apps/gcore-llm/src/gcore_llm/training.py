@@ -124,6 +124,7 @@ def train(
                     rewards.runner,
                     supervisor.display,
                     warmup=warmup,
+                    episodes=scoring["episodes"],
                 )
                 supervisor.run_async(making)
             drop_other_export(run.export, config.actor)
@@ -204,7 +205,11 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         for settings in (rollout, *config.judges.values()):
             settings.check_server_python()
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
-    tokenizer = build_tokenizer(model) if config.model else tiny_tokenizer()
+    tokenizer = (
+        build_tokenizer(model)
+        if config.model
+        else tiny_tokenizer(chats=bool(config.rollout.agent.run))
+    )
     check_teachers(config.distillation.teachers, tokenizer, max_length=config.data.max_length)
     if not config.model:
         require_worked_examples(

@@ -45,6 +45,7 @@ from .sampler import (
     SampledTokens as SampledTokens,
     TokenSampler as TokenSampler,
 )
+from .server import AgentServer as AgentServer
 from .session import (
     Session as Session,
     SessionBudget as SessionBudget,

@@ -39,8 +39,7 @@ class SessionTokens:
     """[R], -1 where the policy did not sample."""
     forks: NDArray[np.int64]
     """[F, 2]: token ``forks[i, 0]`` follows token ``forks[i, 1]``, and not the one before it; -1: it follows the
-    prompt;
-    -2: it follows nothing."""
+    prompt; -2: it follows nothing."""
     turns: Sequence[MessageNode]
     """The turns that are trained on, in the order of their tokens."""
     turn_starts: Sequence[int]

@@ -258,7 +258,7 @@ class AgentRunner:
         try:
             await self._run(task, timeout_s=self._config.timeout_s)
         finally:
-            self._server.forget(session)
+            self._server.release(session)
         if session.end is None:
             session.end = "done"
         last = [node for node in session.graph.turns() if node.is_delivered][-1:]

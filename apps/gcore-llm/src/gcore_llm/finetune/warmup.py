@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcore_llm.agents.worked import work_episodes
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import WORKED_EXAMPLES
 from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
@@ -19,7 +20,7 @@ from gcore_trainer import OptimizerConfig, Sample
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gcore_rollout import RewardRunner
+    from gcore_rollout import EpisodeRole, RewardRunner
     from gcore_trainer import TorchTrainer
 
 Check = Callable[["TorchTrainer", int, float], Awaitable[bool]]
@@ -35,21 +36,28 @@ async def make_warm_model(
     display: Display,
     *,
     warmup: WarmupConfig,
+    episodes: "EpisodeRole | None",
 ) -> None:
-    """Make ``run.model``: the embedded model, trained until it samples enough right answers to held-out prompts."""
+    """Make ``run.model``: the embedded model, trained until it samples enough right answers to held-out prompts.
+
+    With ``episodes`` of an agent, the worked examples are conversations of the agent; see `work_episodes`.
+    """
     from gcore_llm.evaluation.evaluate import ValSet, evaluate
     from gcore_llm.sampling import sampling_params, start_policy
     from gcore_rollout import RolloutRoles
     from gcore_runs.engines import Instrumentation
 
     worked = WORKED_EXAMPLES[config.task.name]
-    samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
+    if episodes is None:
+        samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
+    else:
+        samples = await work_episodes(config, episodes, prompts.train, tokenizer, display)
     initial = _initial_model(run, config.seed)
     eos = eos_token_ids(tokenizer, initial)
     policy = await start_policy(
         config, initial, eos_token_ids=eos, instrumentation=Instrumentation(logs=run.logs)
     )
-    roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
+    roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer, episodes=episodes)
     held_out = [ValSet(prompts=prompts.val, sampling=sampling_params(config), n=1)]
 
     async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:

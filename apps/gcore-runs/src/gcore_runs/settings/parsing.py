@@ -42,10 +42,12 @@ def parse(
     prog: str,
     recipes: Mapping[str, Callable[[], ConfigT]],
     description: str,
+    embedded: str = "embedded",
 ) -> ConfigT:
     """Return settings from a recipe, a TOML file and the command line, each over the one before; raises as `merge`.
 
     ``prog`` is the command as users type it, ``gcore-llm train``; ``own_data`` and ``embedded`` are among the recipes.
+    The argument ``embedded`` names the one that a run without a model starts from.
     """
     options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
     config = options.get("config", "")
@@ -56,11 +58,11 @@ def parse(
     if config and not model:
         model = read_toml(config).get("model")
     if not recipe:
-        recipe = "own_data" if model else "embedded"
+        recipe = "own_data" if model else embedded
     description = (
         f"{description}\n\n"
         f"--recipe {{{','.join(sorted(recipes))}}}: settings to start from; default: own_data with --model, else "
-        "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
+        f"{embedded}. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
         "Options go over both."
     )
     return _apply_options(recipes[recipe](), options, args, prog=prog, description=description)
