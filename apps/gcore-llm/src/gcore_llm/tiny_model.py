@@ -20,7 +20,7 @@ _CHAT_TEMPLATE = """
         {{- m.content + '\n' }}
     {%- endif %}
 {%- endfor %}"""
-"""Messages follow each other, and only a turn has an end; a tiny model has no use for more, nor for a system message."""
+"""Messages follow each other, and only a turn has an end: a tiny model has no use for more, nor for instructions."""
 
 
 def tiny_tokenizer(*, chats: bool = False) -> Any:

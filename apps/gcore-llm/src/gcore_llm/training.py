@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gcore_agents import SessionJournal
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.agents.episodes import make_episodes
@@ -134,6 +135,7 @@ def train(
                     starting = _start_on_ray(config, model, run, tokenizer, rewards, say)
                 else:
                     logged = replace(instrumentation, logs=run.logs)
+                    scoring = scoring_roles(config, tokenizer, rewards, run=run.path)
                     starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
                 with supervisor.run_services(starting) as backend:
                     job = LLMJob(
@@ -235,8 +237,16 @@ async def _try_rewards(
             await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
 
 
-def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: TextRewards) -> dict[str, Any]:
-    """Return the fields of `SamplingRoles` that score, with the episodes that the config names."""
+def scoring_roles(
+    config: TrainConfig, tokenizer: Any, rewards: TextRewards, *, run: Path | None = None
+) -> dict[str, Any]:
+    """Return the fields of `SamplingRoles` that score, with the episodes that the config names.
+
+    ``run`` is the folder of the run, which keeps finished sessions of agents; None: nothing is kept.
+    """
+    journal = None
+    if run is not None and config.rollout.agent.run:
+        journal = SessionJournal(run / "sessions", num_versions=config.trainer.save_freq)
     episodes = make_episodes(
         config.rollout.agent,
         config.rollout.multi_turn,
@@ -247,6 +257,7 @@ def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: TextRewards) -> 
         max_context=config.data.max_length,
         on_error=config.reward_calls.on_error,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        journal=journal,
     )
     return {
         "reward": rewards.runner,
@@ -307,7 +318,7 @@ async def _start_on_ray(
         engine=_engines(model, tokenizer, lambda config: config.rollout),
         judges=judges,
         trainer_spec=partial(ray_trainer_spec, model=model, checkpoints=run.checkpoints),
-        run_controller=partial(_run_controller, tokenizer),
+        run_controller=partial(_run_controller, tokenizer, run.path.absolute()),
         checkpoints=run.checkpoints,
         announce=announce,
         connect_policy=partial(_connect_policy, model.absolute(), eos),
@@ -338,6 +349,7 @@ def _engines(
 
 async def _run_controller(
     tokenizer: Any,
+    run: Path,
     job: LLMJob,
     ctx: "Context[Handles]",
     services: "ControllerServices",
@@ -349,7 +361,7 @@ async def _run_controller(
     try:
         roles = Roles(
             policy=services.policy,
-            **scoring_roles(config, tokenizer, rewards),
+            **scoring_roles(config, tokenizer, rewards, run=run),
             policy_slots=services.num_engines * config.rollout.max_num_seqs,
             learner=services.connect_trainer(ctx, partial(sample_flops, job.workload)),
             devices=services.devices,

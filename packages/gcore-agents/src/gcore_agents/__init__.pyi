@@ -28,6 +28,10 @@ from .graph import (
     MessageGraph as MessageGraph,
     MessageNode as MessageNode,
 )
+from .journal import (
+    SessionJournal as SessionJournal,
+    restore_session as restore_session,
+)
 from .launch import (
     AgentFunction as AgentFunction,
     AgentResult as AgentResult,

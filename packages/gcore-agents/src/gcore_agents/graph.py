@@ -218,7 +218,7 @@ class MessageGraph:
         for child in parent.children:
             if child.keys == keys and not child.is_turn and child.token_ids == token_ids:
                 return child
-        return self._add(parent, messages=tuple(messages), token_ids=token_ids)
+        return self.add_node(parent, messages=tuple(messages), token_ids=token_ids)
 
     def add_turn(
         self,
@@ -232,7 +232,7 @@ class MessageGraph:
         response_id: str,
     ) -> MessageNode:
         """Add a turn of the policy after its context."""
-        return self._add(
+        return self.add_node(
             parent,
             messages=(message,),
             token_ids=token_ids,
@@ -242,7 +242,8 @@ class MessageGraph:
             response_id=response_id,
         )
 
-    def _add(self, parent: MessageNode, **fields: Any) -> MessageNode:
+    def add_node(self, parent: MessageNode, **fields: Any) -> MessageNode:
+        """Add a node after another one, with the fields of `MessageNode`."""
         node = MessageNode(number=len(self.nodes), parent=parent, **fields)
         parent.children.append(node)
         self.nodes.append(node)

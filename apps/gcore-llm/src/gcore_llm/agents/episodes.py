@@ -18,9 +18,11 @@ from gcore_agents import (
     SampledTokens,
     Session,
     SessionBudget,
+    SessionJournal,
     choose_trained,
     collect_tokens,
     normalize_messages,
+    restore_session,
     run_command,
     run_episode,
     run_function,
@@ -60,6 +62,7 @@ def make_episodes(
     max_context: int,
     on_error: OnError,
     chat_template_kwargs: Mapping[str, Any],
+    journal: SessionJournal | None = None,
 ) -> EpisodeRole | None:
     """Return what plays a run's episodes; None: responses have one turn.
 
@@ -69,6 +72,7 @@ def make_episodes(
         is_rewarded: whether the run has a reward; otherwise an agent has to return one.
         prompt_key: column of a row with the messages to answer.
         max_context: longest conversation, in tokens.
+        journal: keeps finished sessions of agents; None: they are not kept.
     """
     if not (agent.run or multi_turn.is_used):
         return None
@@ -95,6 +99,7 @@ def make_episodes(
         max_context=max_context,
         credit=credit,
         needs_score=bool(agent.run) and not is_rewarded,
+        journal=journal if agent.run else None,
     )
     return EpisodeRole(
         play=player.play, on_error=on_error, is_scored=bool(multi_turn.max_revisions)
@@ -161,6 +166,8 @@ class EpisodePlayer:
     """Returns a value for each turn; None: all have the session's score."""
     needs_score: bool
     """Whether a session without a reward has failed: it would not be worth 0."""
+    journal: SessionJournal | None = None
+    """Gives back the sessions that a process had finished when it was killed."""
 
     async def play(
         self, policy: Engine, prompt: Prompt, request_id: str, sampling: SamplingParams, seed: int
@@ -181,13 +188,22 @@ class EpisodePlayer:
             seed=seed,
             stop=sampling.stop,
         )
+        version = policy.weight_version
+        key = f"{request_id} {seed}"
+        if self.journal is not None:
+            record = self.journal.find(key, version=version)
+            if record is not None:
+                return self._make_completion(session, restore_session(session, record))
         try:
             turns = await self.drive(session, prompt)
         except AgentFailedError as error:
             if sampler.error is not None:
                 raise sampler.error from error
             raise EpisodeError(str(error)) from (error.__cause__ or error)
-        return self._make_completion(session, turns)
+        completion = self._make_completion(session, turns)
+        if self.journal is not None:
+            self.journal.add(key, session, version=version, turns=turns)
+        return completion
 
     def _make_completion(self, session: Session, turns: list[str]) -> Completion:
         tree = collect_tokens(session.graph, trained=choose_trained(session))

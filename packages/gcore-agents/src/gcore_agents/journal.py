@@ -1,0 +1,117 @@
+"""Finished sessions on disk, so that a process which is killed loses none of them."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from gcore_agents.graph import MessageGraph, MessageNode
+from gcore_agents.session import Session, SessionReward
+
+_TURN_FIELDS = ("log_probs", "weight_versions", "finish_reason", "response_id", "is_delivered")
+
+
+class SessionJournal:
+    """Records finished sessions in a folder, one line of JSON each, and gives back those of former processes.
+
+    Each process writes files of its own, one for each version of the weights. A line is on disk before `add` returns;
+    a line that was cut off is no session. Files of old versions are removed.
+
+    Args:
+        folder: of the run; made with the first session.
+        num_versions: of the weights, before the last one, whose sessions are kept: steps between two checkpoints.
+
+    Example:
+        >>> journal = SessionJournal(Path("sessions"), num_versions=25)
+        >>> journal.find("row 3", version=7) is None
+        True
+    """
+
+    def __init__(self, folder: Path, *, num_versions: int) -> None:
+        self._folder = folder
+        self._num_versions = num_versions
+        self._former: dict[tuple[str, int], Mapping[str, Any]] = {}
+        for file in sorted(folder.glob("*.jsonl")):
+            version = int(file.name.partition("-")[0])
+            for record in _read_lines(file):
+                self._former[record["key"], version] = record
+        self._name = f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+        self._version = -1
+        self._file: IO[bytes] | None = None
+
+    def find(self, key: str, *, version: int) -> Mapping[str, Any] | None:
+        """Return the record of a session that began with a version of the weights; None: no former process has one."""
+        return self._former.get((key, version))
+
+    def add(self, key: str, session: Session, *, version: int, turns: list[str]) -> None:
+        """Record a finished session under a key, with the texts that its agent's driver returned."""
+        record = {
+            "key": key,
+            "end": session.end,
+            "turns": turns,
+            "rewards": [vars(reward) for reward in session.rewards],
+            "kept_responses": sorted(session.kept_responses),
+            "findings": dict(session.graph.findings),
+            "nodes": [_describe(node) for node in session.graph.nodes],
+        }
+        file = self._open(version)
+        file.write(json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the open file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _open(self, version: int) -> IO[bytes]:
+        """Return the file of a version; with a new one, files of versions that no resumed run needs are removed."""
+        if self._file is None or version != self._version:
+            self.close()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for file in self._folder.glob("*.jsonl"):
+                if int(file.name.partition("-")[0]) < version - self._num_versions:
+                    file.unlink(missing_ok=True)
+            self._file = (self._folder / f"{version:08}-{self._name}").open("ab")
+            self._version = version
+        return self._file
+
+
+def restore_session(session: Session, record: Mapping[str, Any]) -> list[str]:
+    """Set the graph, the rewards and the end of a new session from a record, and return the texts of its turns."""
+    graph = MessageGraph()
+    for fields in record["nodes"]:
+        parent = graph.root if fields["parent"] < 0 else graph.nodes[fields["parent"]]
+        graph.add_node(parent, **{name: fields[name] for name in fields if name != "parent"})
+    graph.findings.update(record["findings"])
+    session.graph = graph
+    session.rewards = [SessionReward(**reward) for reward in record["rewards"]]
+    session.kept_responses = set(record["kept_responses"])
+    session.end = record["end"]
+    return list(record["turns"])
+
+
+def _describe(node: MessageNode) -> dict[str, Any]:
+    assert node.parent is not None
+    fields: dict[str, Any] = {
+        "parent": node.parent.number,
+        "messages": [dict(message) for message in node.messages],
+        "token_ids": list(node.token_ids),
+    }
+    if node.is_turn:
+        fields |= {name: getattr(node, name) for name in _TURN_FIELDS}
+    return fields
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file, without a last one that was cut off."""
+    records: list[dict[str, Any]] = []
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
