@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gcore_agents import MessageError, render_chat
+from gcore_agents import ChatEncoder, MessageError, render_chat
 
 TRL = find_spec("trl")
 assert TRL is not None
@@ -21,7 +21,9 @@ TEMPLATES = {
     for file in sorted((Path(TRL.origin).parent / "chat_templates").glob("*.jinja"))
     if not file.stem.endswith("_training")
 }
-MARK = re.compile(r"<\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?INST\]")
+MARK = re.compile(r"<\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?[A-Z_]{4,}\]")
+PLAIN_MARK = re.compile(r"</?(?:think|function|parameter|tool_\w+|arg_\w+)>")
+"""Marks that decoding does not skip, as in Qwen's and GLM's tokenizers."""
 WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
 """They refuse results of tools, or leave them out."""
 WITHOUT_CALLS = WITHOUT_TOOLS | {
@@ -42,13 +44,17 @@ RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content":
 
 def make_tokenizer(name: str) -> Any:
     """Characters, and a token for each of a template's marks."""
-    template = TEMPLATES[name].read_text()
+    return make_template_tokenizer(TEMPLATES[name].read_text())
+
+
+def make_template_tokenizer(template: str) -> Any:
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *string.printable])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.decoder = decoders.Fuse()
     for mark in sorted(set(MARK.findall(template))):
-        words.add_special_tokens([AddedToken(mark, special=True, normalized=False)])
+        is_text = PLAIN_MARK.fullmatch(mark) is not None
+        words.add_tokens([AddedToken(mark, special=not is_text, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
         bos_token="<bos>",
@@ -96,3 +102,40 @@ def make_template(call: str) -> str:
         "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + call + "{% endfor %}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
+
+
+KIMI = make_template(
+    "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
+)
+MISTRAL = make_template("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")
+MINIMAX = make_template(
+    '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}'
+    '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}'
+    "</invoke>\n</minimax:tool_call>"
+)
+
+
+def write_turn(encoder: ChatEncoder, turn: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """Return a turn's prompt and its tokens as the template writes them, with one that ends it; None: it does not.
+
+    The prompt ends earlier than the template's where that opens a thought, and the turn has none.
+    """
+    prompt = encoder.encode(encoder.render([QUESTION]))
+    try:
+        whole = encoder.encode(encoder.render([QUESTION, turn], prompt=False))
+    except MessageError:
+        return None
+    start = 0
+    while whole[start : start + 1] == prompt[start : start + 1] and start < len(prompt):
+        start += 1
+    tokens = whole[start:]
+    while tokens and encoder.turn_text(tokens[-1:], is_ended=False).isspace():
+        tokens.pop()
+    if (
+        not tokens
+        or not encoder.is_mark(tokens[-1])
+        or encoder.turn_text(tokens, is_ended=False).endswith("</tool_call>")
+    ):
+        tokens += encoder.encode("<|user|>")
+    return prompt[:start], tokens
