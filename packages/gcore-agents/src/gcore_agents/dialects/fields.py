@@ -12,12 +12,34 @@ _MAX_SHOWN = 40
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return the value of a JSON text; `CallError` if it is none, or nested too deeply."""
+    """Return the value of a JSON text; `CallError` if it is none, or nested too deeply.
+
+    A lone half of a surrogate pair becomes U+FFFD: clients in JavaScript send them when they cut a text.
+    """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value: Any = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CallError(f"{where} is not JSON: {error}", field=where, code="invalid_json") from None
+        raise CallError(
+            f"{where} is not JSON ({error}); expected JSON", field=where, code="invalid_json"
+        ) from None
     check_depth(value, where)
+    if "\\ud" in text.lower():
+        value = _replace_surrogates(value)
+    return value
+
+
+def _replace_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_replace_surrogates(entry) for entry in value]
+    if isinstance(value, dict):
+        replaced: dict[str, Any] = {}
+        for name, entry in value.items():
+            replaced[_replace_surrogates(name)] = _replace_surrogates(entry)
+        return replaced
     return value
 
 
