@@ -282,7 +282,9 @@ class ChatEncoder:
         calls: list[dict[str, Any]] = message.get("tool_calls") or []
         if calls:
             form = self._reader.form
-            adapted["tool_calls"] = [_adapt_call(call, form) for call in calls]
+            adapted["tool_calls"] = [
+                _adapt_call(call, number, form) for number, call in enumerate(calls)
+            ]
         reasoning = adapted.get("reasoning_content")
         if reasoning and self._reasoning_key != "reasoning_content":
             del adapted["reasoning_content"]
@@ -376,7 +378,7 @@ class ChatEncoder:
         return set(self._tokenizer.added_tokens_decoder)
 
 
-def _adapt_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+def _adapt_call(call: Mapping[str, Any], number: int, form: CallForm) -> dict[str, Any]:
     function: dict[str, Any] = dict(call["function"])
     arguments = function.get("arguments")
     if form.takes_json and not isinstance(arguments, str):
@@ -385,4 +387,7 @@ def _adapt_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
         # The template may take text, too.
         with suppress(ValueError):
             function["arguments"] = json.loads(arguments or "{}")
-    return {**call, "function": function}
+    adapted: dict[str, Any] = {**call, "function": function}
+    if form.has_named_ids and not str(call.get("id")).startswith("functions."):
+        adapted["id"] = f"functions.{function['name']}:{number}"
+    return adapted

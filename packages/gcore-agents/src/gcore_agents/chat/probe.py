@@ -97,11 +97,15 @@ class _Probe:
         call_with_thought = {**one_call, "reasoning_content": "gcorethought"}
         result = self._make_result(one_call["tool_calls"][0]["id"], "gcoreresult")
         results = [question, one_call, result]
+        try:
+            last_answer = self._render([question, answer], prompt=False)
+        except MessageError as error:
+            raise self._make_error(str(error), [question, answer]) from error
         facts = TemplateFacts(
             is_append_only=True,
             is_consistent=True,
             opens_thought=bool(self._encoder.opened_thought),
-            ends_turns=not self._render([question, answer], prompt=False).endswith("gcoreanswer"),
+            ends_turns=not last_answer.endswith("gcoreanswer"),
             takes_system=self._can_render([system, question], "gcoresystem"),
             takes_two_users=self._can_render([question, _make_text("user", "again")], "again"),
             renders_calls=self._can_render([question, one_call], "argument0", prompt=False),
