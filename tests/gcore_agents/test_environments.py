@@ -151,6 +151,7 @@ async def run_episode(
         multi_turn=limits,
         max_context=0,
         credit=None,
+        timeout_s=0.0,
         needs_score=False,
     )
     prompt = Prompt(text="", token_ids=(1,), row={})
@@ -667,6 +668,7 @@ async def test_an_environment_that_cannot_be_made_fails_its_episode() -> None:
         multi_turn=_LIMITS,
         max_context=0,
         credit=None,
+        timeout_s=0.0,
         needs_score=False,
     )
     prompt = Prompt(text="", token_ids=(1,), row={})

@@ -91,7 +91,7 @@ def test_stale_responses_are_generated_again(cli: Cli, own_args: list[str], chat
 
 
 WORLD = '''
-from gcore_rollout import Opening, Reply, Tool, ToolEnvironment
+from gcore_agents import Opening, Reply, Tool, ToolEnvironment
 
 
 class Guessing:
@@ -153,7 +153,7 @@ def test_turns_that_are_cut_off(cli: Cli, own_args: list[str], chatty: Path) -> 
             for name, share in row.items()
             if name.startswith("multi_turn/end/")
         }
-        assert shares.keys() == {"done", "truncated_turn", "length", "max_turns"}
+        assert shares.keys() == {"done", "truncated_turn", "length", "max_turns", "timeout"}
         assert sum(shares.values()) == pytest.approx(1)
         assert shares["truncated_turn"] > 0.5
     assert (

@@ -66,7 +66,8 @@ class AgentConfig(Checked, section="rollout.agent"):
     its environment, and its row in the file $GCORE_ROW. The run's reward, if there is one, scores the last turn, too.
     Empty: no agent."""
     timeout_s: Positive = 600.0
-    """Seconds of an agent's whole work on a row; an agent that takes longer has failed, see reward_calls."""
+    """Seconds of an agent's work on a row; then its calls are answered by a text that ends its loop. One that works
+    for as long again, or a minute, has failed; see reward_calls."""
     credit: str = "session"
     """What a turn is credited with. session: the score of the whole. turns: the rewards of this turn and of those that
     continue it, against the mean of the group. PATH.py:function: what your function returns, a number for each turn

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +48,8 @@ from gcore_rollout import (
 if TYPE_CHECKING:
     from gcore_agents import AgentServer
 
+_GRACE_S = 60.0
+"""Most seconds that an agent has to end after its last call."""
 _Drive = Callable[[Session, Prompt], Awaitable[list[str]]]
 """Acts as the agent of a session, and returns the texts of the turns."""
 
@@ -98,6 +101,7 @@ def make_episodes(
         multi_turn=multi_turn,
         max_context=max_context,
         credit=credit,
+        timeout_s=agent.timeout_s if agent.run else 0.0,
         needs_score=bool(agent.run) and not is_rewarded,
         journal=journal if agent.run else None,
     )
@@ -164,6 +168,8 @@ class EpisodePlayer:
     max_context: int
     credit: Callable[[Session], Sequence[float]] | None
     """Returns a value for each turn; None: all have the session's score."""
+    timeout_s: float
+    """Seconds after which calls are answered by a text that ends the agent's loop; 0: any time."""
     needs_score: bool
     """Whether a session without a reward has failed: it would not be worth 0."""
     journal: SessionJournal | None = None
@@ -183,13 +189,16 @@ class EpisodePlayer:
                 max_calls=self.multi_turn.max_assistant_turns,
                 max_tokens_per_turn=self.multi_turn.max_tokens_per_turn,
                 max_context=self.max_context,
+                timeout_s=self.timeout_s,
             ),
             history=self.multi_turn.history,
             seed=seed,
             stop=sampling.stop,
         )
         version = policy.weight_version
-        key = f"{request_id} {seed}"
+        # Evaluations have the same ids, for other prompts or temperatures.
+        what = repr((prompt.token_ids, sampling, seed)).encode()
+        key = f"{request_id} {blake2b(what, digest_size=8).hexdigest()}"
         if self.journal is not None:
             record = self.journal.find(key, version=version)
             if record is not None:
@@ -217,6 +226,9 @@ class EpisodePlayer:
                 f"the agent of episode {session.session_id!r} returned no reward, and the run has none"
             )
         parts = {"turns": float(len(tree.turns)), "environment": session.score or 0.0}
+        for reward in session.rewards:
+            if reward.name != "reward":
+                parts[reward.name] = parts.get(reward.name, 0.0) + reward.value
         for finding, count in session.graph.findings.items():
             parts[f"agent/{finding}"] = float(count)
         credit = None
@@ -272,7 +284,8 @@ class AgentRunner:
         base_url = self._server.open(session)
         task = AgentTask(row=prompt.row, base_url=base_url, api_key=session.key, session=session)
         try:
-            await self._run(task, timeout_s=self._config.timeout_s)
+            timeout_s = self._config.timeout_s
+            await self._run(task, timeout_s=timeout_s + min(timeout_s, _GRACE_S))
         finally:
             self._server.release(session)
         if session.end is None:

@@ -1,0 +1,207 @@
+"""`gcore-llm train` with agents, which get a URL and a key."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from command_line import Cli, option_set, step_rows
+
+AGENTS = '''
+import asyncio
+import os
+import signal
+
+import openai
+from gcore_agents import SessionReward
+
+
+def connect(task):
+    return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+
+
+async def ask(client, messages, **options):
+    reply = await client.chat.completions.create(model="any", messages=messages, max_tokens=12, **options)
+    return reply.choices[0].message
+
+
+async def branching(task):
+    """A conversation that goes two ways, a helper with a question of its own, and a turn that is sampled again."""
+    async with connect(task) as client:
+        question = [{"role": "user", "content": f"{task.row['answer']}: "}]
+        first = await ask(client, question)
+        start = [*question, first.model_dump(exclude_none=True)]
+        one, other = await asyncio.gather(
+            ask(client, [*start, {"role": "user", "content": " and? "}]),
+            ask(client, [*start, {"role": "user", "content": " or? "}]),
+        )
+        await ask(client, [{"role": "user", "content": "? help "}])
+        await ask(client, [{"role": "user", "content": "? help "}])
+    text = (one.content or "") + (other.content or "")
+    return {"digits": float(sum(c.isdigit() for c in text)), "length": len(text) / 100}
+
+
+def in_a_thread(task):
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+        question = [{"role": "user", "content": f"{task.row['answer']}: "}]
+        for _ in range(2):
+            reply = client.chat.completions.create(model="any", messages=question, max_tokens=12)
+            question += [
+                {"role": "assistant", "content": reply.choices[0].message.content},
+                {"role": "user", "content": " more: "},
+            ]
+            length = float(len(reply.choices[0].message.content))
+            task.session.add_reward(SessionReward(value=length, response_id=reply.id))
+
+
+async def unscored(task):
+    async with connect(task) as client:
+        await ask(client, [{"role": "user", "content": "?"}])
+
+
+async def silent(task):
+    return 1.0
+
+
+async def dies(task):
+    await unscored(task)
+    raise OSError("the shop is closed")
+
+
+async def sleeps(task):
+    await asyncio.sleep(60)
+
+
+async def killed_once(task):
+    """Ends the whole run at its thirtieth session."""
+    with open("started.txt", "a") as file:
+        file.write(".")
+    if len(open("started.txt").read()) == 30:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.to_thread(in_a_thread, task)
+
+
+def count_turns(session):
+    return [float(turn.number) for turn in session.graph.turns()]
+'''
+
+
+@pytest.fixture
+def agent_args(cli: Cli, own_args: list[str], chatty: Path) -> list[str]:
+    (cli.cwd / "agents.py").write_text(AGENTS)
+    args = option_set(option_set(own_args, "--model", str(chatty)), "--reward", "")
+    return option_set(args, "--data.max-response-length", "128")
+
+
+def use(args: list[str], agent: str, *options: str) -> list[str]:
+    return [*args, "--rollout.agent.run", f"agents.py:{agent}", *options]
+
+
+def test_conversations_that_branch_are_one_sample(cli: Cli, agent_args: list[str]) -> None:
+    cli.ok(*use(agent_args, "branching"))
+    for row in step_rows(cli.cwd / "runs/default"):
+        # Of the two helpers' turns for the same question, the last one counts.
+        assert row["reward/turns/mean"] == pytest.approx(4)
+        assert row["critic/score/mean"] == pytest.approx(
+            row["reward/digits/mean"] + row["reward/length/mean"]
+        )
+        assert row["actor/grad_norm"] > 0
+        assert row["training/rollout_probs_diff_mean"] < 1e-5
+        assert row["training/rollout_log_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.parametrize("credit", ["turns", "agents.py:count_turns"])
+def test_turns_are_credited_one_by_one(cli: Cli, agent_args: list[str], credit: str) -> None:
+    cli.ok(*use(agent_args, "in_a_thread", "--rollout.agent.credit", credit))
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["reward/turns/mean"] == pytest.approx(2)
+        assert row["actor/grad_norm"] > 0
+
+
+def test_a_command_finds_its_model_in_its_environment(cli: Cli, agent_args: list[str]) -> None:
+    script = cli.cwd / "agent.py"
+    script.write_text(
+        "import json, openai, os, pathlib, urllib.request\n"
+        "row = json.loads(pathlib.Path(os.environ['GCORE_ROW']).read_text())\n"
+        "question = {'role': 'user', 'content': str(row['answer']) + ': '}\n"
+        "reply = openai.OpenAI().chat.completions.create(model='x', messages=[question], max_tokens=8)\n"
+        "reward = {'value': float(len(reply.choices[0].message.content))}\n"
+        "url = os.environ['OPENAI_BASE_URL'].removesuffix('/v1') + '/session/reward'\n"
+        "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "urllib.request.urlopen(urllib.request.Request(url, json.dumps(reward).encode(), headers))\n"
+    )
+    args = option_set(
+        option_set(agent_args, "--trainer.total-training-steps", "1"), "--rollout.n", "2"
+    )
+    args = option_set(args, "--data.train-batch-size", "2")
+    cli.ok(*args, "--rollout.agent.run", f"command: python {script}")
+    [row] = step_rows(cli.cwd / "runs/default")
+    assert row["critic/score/mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("agent", "expected"),
+    [
+        ("unscored", "returned no reward, and the run has none"),
+        ("silent", "has no turn: the agent made no call"),
+        ("dies", "dies: OSError: the shop is closed"),
+        ("sleeps", "sleeps took longer than 4 s"),
+    ],
+)
+def test_an_agent_that_fails(cli: Cli, agent_args: list[str], agent: str, expected: str) -> None:
+    """It ends the run, or its group is dropped; it is never worth 0."""
+    args = use(agent_args, agent, "--rollout.agent.timeout-s", "2" if agent == "sleeps" else "60")
+    finished = cli(*args)
+    assert finished.code == 2
+    assert expected in " ".join(finished.err.split())
+    if agent == "unscored":
+        finished = cli(*args, "--reward-calls.max-failed-share", "1", "--name", "dropped")
+        assert finished.code == 3
+        for row in step_rows(cli.cwd / "runs/dropped"):
+            assert row["sampling/dropped_groups"] > 0
+
+
+def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: list[str]) -> None:
+    """It takes them from its journal, and has the numbers of a run that was not killed."""
+    cli.ok(*use(agent_args, "in_a_thread"), "--name", "whole")
+    args = [*use(agent_args, "killed_once"), "--name", "killed"]
+    assert cli(*args).code == -signal.SIGKILL
+    folder = cli.cwd / "runs/killed/sessions"
+    num_finished = 0
+    for file in folder.glob("*.jsonl"):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len({record["key"] for record in records}) == len(records)
+        num_finished += sum(len(record["rewards"]) == 2 for record in records)
+    # Those that were at work when it was killed are not finished.
+    assert 0 < num_finished < 30
+    cli.ok(*args)
+    num_started = len((cli.cwd / "started.txt").read_text())
+    names = ("critic/score/mean", "response_length/mean", "actor/grad_norm", "reward/turns/mean")
+    rows = step_rows(cli.cwd / "runs/killed")
+    expected = step_rows(cli.cwd / "runs/whole")
+    for row, whole in zip(rows, expected, strict=True):
+        assert {name: row[name] for name in names} == {name: whole[name] for name in names}
+    (cli.cwd / "started.txt").write_text("x" * 100)
+    cli.ok(*use(agent_args, "killed_once"), "--name", "again")
+    num_whole = len((cli.cwd / "started.txt").read_text()) - 100
+    assert num_started == num_whole + 30 - num_finished
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--rollout.agent.run", "nothing"], "expected PATH.py:function, or 'command: ...'"),
+        (["--rollout.agent.run", "none.py:f"], "rollout.agent.run is 'none.py:f': no such file"),
+        (["--rollout.agent.credit", "none"], "expected session, turns, or PATH.py:function"),
+        (
+            ["--rollout.agent.run", "a.py:f", "--rollout.multi-turn.environment", "b.py:g"],
+            "expected '' with rollout.multi_turn.environment",
+        ),
+        (
+            ["--rollout.agent.run", "a.py:f", "--algorithm.adv-estimator", "gae"],
+            "expected one without a critic, with an agent",
+        ),
+    ],
+)
+def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+    assert expected in " ".join(cli.refused(*own_args, *options).split())
