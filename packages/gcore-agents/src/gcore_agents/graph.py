@@ -32,7 +32,7 @@ def message_key(message: Message) -> bytes:
     calls: list[Any] = []
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        calls.append([function["name"], _parsed(function.get("arguments"))])
+        calls.append([function["name"], _parse_arguments(function.get("arguments"))])
     parts = [message["role"], _text(message.get("content")), calls]
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
 
@@ -56,13 +56,25 @@ def _text(content: Any) -> Any:
     return "".join(parts).strip()
 
 
-def _parsed(arguments: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
-        return arguments or {}
+        return _unify_numbers(arguments or {})
     try:
-        return json.loads(arguments or "{}")
+        return _unify_numbers(json.loads(arguments or "{}"))
     except ValueError:
         return arguments
+
+
+def _unify_numbers(value: Any) -> Any:
+    """Return a value of JSON with 1 for 1.0, as JavaScript writes it."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        entries: Mapping[str, Any] = value
+        return {key: _unify_numbers(entry) for key, entry in entries.items()}
+    if isinstance(value, list):
+        return [_unify_numbers(entry) for entry in value]
+    return value
 
 
 @dataclass(kw_only=True, eq=False)

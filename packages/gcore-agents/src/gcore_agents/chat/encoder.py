@@ -364,10 +364,17 @@ class ChatEncoder:
             **self._template_kwargs,
             "add_generation_prompt": prompt,
             "tokenize": False,
-            "tools": [dict(tool) for tool in tools] or None,
+            "chat_template": choose_template(self._tokenizer, has_tools=bool(tools) or has_tools),
         }
-        template = choose_template(self._tokenizer, has_tools=bool(tools) or has_tools)
-        return render_chat(self._tokenizer, list(messages), chat_template=template, **options)
+        announced = [dict(tool) for tool in tools] or None
+        try:
+            return render_chat(self._tokenizer, list(messages), tools=announced, **options)
+        except MessageError:
+            described = [_describe_tool(tool) for tool in tools]
+            if described == (announced or []):
+                raise
+        # The template of gpt-oss refuses functions without a description, which OpenAI's API does not ask for.
+        return render_chat(self._tokenizer, list(messages), tools=described, **options)
 
     def is_mark(self, token: int) -> bool:
         """Return whether a token stands for one of the tokenizer's marks, and not for text that is written like one."""
@@ -391,3 +398,12 @@ def _adapt_call(call: Mapping[str, Any], number: int, form: CallForm) -> dict[st
     if form.has_named_ids and not str(call.get("id")).startswith("functions."):
         adapted["id"] = f"functions.{function['name']}:{number}"
     return adapted
+
+
+def _describe_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose function has a description and parameters, which may be empty."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    parameters = {"type": "object", "properties": {}}
+    return {**tool, "function": {"description": "", "parameters": parameters, **function}}

@@ -42,6 +42,8 @@ def _refuse_constant(word: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_MAX_DEPTH = 64
+"""Deepest nesting of arguments; an agent could not send deeper ones back."""
 _FAULTS = (ValueError, RecursionError, MemoryError)
 """Errors of parsers for text that is malformed or nested too deeply."""
 
@@ -296,12 +298,30 @@ def _make_call(name: object, arguments: object) -> ToolCall:
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return _make_error("a call is an object with a name and an object of arguments")
     entries: dict[str, Any] = arguments
+    if _is_deeper(entries, _MAX_DEPTH):
+        return _make_error(f"the arguments are nested more than {_MAX_DEPTH} levels deep")
     try:
         # Lone surrogates and infinite numbers cannot be sent to an agent.
         json.dumps([name, entries], allow_nan=False, ensure_ascii=False).encode()
     except _FAULTS as error:
         return _make_error(f"the arguments cannot be sent: {error}")
     return ToolCall(name=name, arguments=entries)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether a value of JSON is nested deeper than so many levels."""
+    level: list[Any] = [value]
+    for _ in range(depth + 1):
+        deeper: list[Any] = []
+        for entry in level:
+            if isinstance(entry, dict):
+                deeper.extend(entry.values())
+            elif isinstance(entry, list):
+                deeper.extend(entry)
+        if not deeper:
+            return False
+        level = deeper
+    return True
 
 
 def _make_error(error: str, name: str = "") -> ToolCall:
