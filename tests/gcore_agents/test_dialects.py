@@ -178,17 +178,15 @@ ODD_VALUES = JSON | st.sampled_from(
 
 
 def make_reply(message: Mapping[str, Any], **fields: Any) -> ChatReply:
-    return ChatReply(
-        **{
-            "response_id": "resp_1",
-            "message": message,
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
-            "prompt_tokens": 3,
-            "token_ids": [5, 6],
-            "log_probs": [-0.5, -1.5],
-            **fields,
-        }
-    )
+    values: dict[str, Any] = {
+        "response_id": "resp_1",
+        "message": message,
+        "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+        "prompt_tokens": 3,
+        "token_ids": [5, 6],
+        "log_probs": [-0.5, -1.5],
+    }
+    return ChatReply(**{**values, **fields})
 
 
 def read_events(events: Sequence[bytes]) -> list[Any]:
@@ -449,7 +447,7 @@ def change_anywhere(data: st.DataObject, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", BODIES)
 @given(data=st.data())
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=200)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=200)
 def test_no_body_is_a_traceback(kind: type[Dialect], data: st.DataObject) -> None:
     body: Any = copy.deepcopy(BODIES[kind])
     for _ in range(data.draw(st.integers(0, 3), "changes")):
@@ -463,7 +461,7 @@ def test_no_body_is_a_traceback(kind: type[Dialect], data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("kind", BODIES)
 @given(body=JSON)
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
 def test_other_json_is_refused(kind: type[Dialect], body: Any) -> None:
     with pytest.raises(CallError) as caught:
         kind(make_session()).read_call(body)

@@ -126,6 +126,7 @@ async def test_responses_with_parallel_calls(
     client = open_openai(session)
     items: list[Any] = [QUESTION]
     previous: str | None = None
+    response: Any = None
     for _ in range(2):
         arguments: Any = {"model": "any", "input": items, "tools": [RESPONSES_TOOL]}
         arguments["instructions"] = "Be brief."
@@ -169,6 +170,7 @@ async def test_messages_with_parallel_calls(
     session = make_session(f"<think>Hm.</think>{TWO_CALLS}", "3 it is.", delay_s=0.1)
     client = open_anthropic(session)
     messages: list[Any] = [QUESTION]
+    message: Any = None
     for _ in range(2):
         arguments: Any = {
             "model": "any",

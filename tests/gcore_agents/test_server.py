@@ -210,6 +210,7 @@ async def test_a_session_without_budget_ends_by_a_text(
     connect: Connect, api: str, budget: dict[str, Any]
 ) -> None:
     client = await connect(**budget)
+    reply: Any = None
     for _ in range(2):
         status, reply = await client.ask(api)
         assert status == 200
@@ -453,7 +454,7 @@ async def test_rewards_and_the_end_of_a_session(connect: Connect) -> None:
     _, reply, headers = await client.call(PATHS["chat"], BODIES["chat"])
     response_id = headers["x-gcore-response-id"]
     assert reply["id"] == response_id
-    body = {"value": 1.5, "response_id": response_id, "name": "style"}
+    body: dict[str, Any] = {"value": 1.5, "response_id": response_id, "name": "style"}
     assert (await client.call("/session/reward", body))[:2] == (200, {"score": 1.5})
     assert client.session.rewards == [SessionReward(**body)]
     for wrong, field, status in [

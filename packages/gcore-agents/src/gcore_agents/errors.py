@@ -13,6 +13,10 @@ class AgentFailedError(AgentsError):
     """An agent or an environment failed, did not answer in time, or its messages cannot be answered."""
 
 
+class SamplerError(AgentsError):
+    """An engine's server refused a prompt, could not be reached, or did not report the tokens of a turn."""
+
+
 class CallError(AgentsError):
     """A call of the endpoint cannot be answered: an HTTP ``status`` of 400 or above, and the field at fault.
 
