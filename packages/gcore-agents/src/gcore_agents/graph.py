@@ -7,7 +7,7 @@ nothing is changed, masked or left out for it.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -16,10 +16,17 @@ Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
 
 Finding = Literal[
-    "fork_text", "fork_calls", "fork_reasoning", "fork_system", "fork_context", "history_rendered"
+    "fork_text",
+    "fork_calls",
+    "fork_reasoning",
+    "fork_system",
+    "fork_tools",
+    "fork_context",
+    "history_rendered",
 ]
-"""What began a branch: the agent changed the text, the calls or the reasoning of a turn, a system message, or another
-message before a turn; or the chat template renders earlier turns differently now, and ``history`` says to follow it."""
+"""What began a branch: the agent changed the text, the calls or the reasoning of a turn, a system message, the tools,
+or another message before a turn; or the chat template renders earlier turns differently now, and ``history`` says to
+follow it."""
 
 
 def message_key(message: Message) -> bytes:
@@ -171,10 +178,17 @@ class MessageGraph:
         """Yield the policy's turns, in the order in which they were sampled."""
         return (node for node in self.nodes if node.is_turn)
 
-    def find(self, messages: Sequence[Message]) -> tuple[MessageNode, int]:
+    def find(
+        self,
+        messages: Sequence[Message],
+        accept_first: Callable[[MessageNode], bool] | None = None,
+    ) -> tuple[MessageNode, int]:
         """Return the last node of the longest path that these messages start with, and how many they are.
 
         Of equal turns, which were sampled for the same messages, it is the latest that the agent got.
+
+        Args:
+            accept_first: returns whether the first node of a conversation, whose messages are equal, starts the path.
         """
         keys = [message_key(message) for message in messages]
         node = self.root
@@ -183,6 +197,8 @@ class MessageGraph:
             best: MessageNode | None = None
             for child in node.children:
                 if not _starts_with(messages, keys, position, child):
+                    continue
+                if node is self.root and accept_first is not None and not accept_first(child):
                     continue
                 rank = (len(child.messages), child.is_delivered or not child.is_turn)
                 if best is None or rank >= (
@@ -261,10 +277,10 @@ class MessageGraph:
         self.nodes.append(node)
         return node
 
-    def count_fork(self, node: MessageNode, message: Message) -> None:
-        """Count why a message, which comes after a node, is none of the node's children that are there."""
-        stored = [child.messages[0] for child in node.children]
-        turns = [m for m in stored if m["role"] == "assistant"]
+    def count_fork(self, node: MessageNode, messages: Sequence[Message]) -> None:
+        """Count why messages, which come after a node, are none of its children that are there."""
+        turns = [child.messages[0] for child in node.children if child.is_turn]
+        message = messages[0]
         if message["role"] == "assistant" and turns:
             latest = turns[-1]
             if message_key(message) == message_key(latest):
@@ -273,16 +289,37 @@ class MessageGraph:
                 self.findings["fork_text"] += 1
             else:
                 self.findings["fork_calls"] += 1
-        elif message["role"] == "system" and any(m["role"] == "system" for m in stored):
-            self.findings["fork_system"] += 1
-        elif stored:
-            self.findings["fork_context"] += 1
+        elif node.children:
+            self.findings[self._name_change(node, messages)] += 1
+
+    def _name_change(self, node: MessageNode, messages: Sequence[Message]) -> Finding:
+        """Return what messages differ in from the most similar that come after a node."""
+        keys = [message_key(message) for message in messages]
+        finding: Finding = "fork_context"
+        most_equal = 0
+        for child in node.children:
+            num_equal = 0
+            for key, stored_key in zip(keys, child.keys, strict=False):
+                if key != stored_key:
+                    break
+                num_equal += 1
+            if child.is_turn or num_equal < most_equal:
+                continue
+            most_equal = num_equal
+            finding = "fork_context"
+            if num_equal == len(child.keys):
+                finding = "fork_tools"
+            elif num_equal < len(keys):
+                roles = {messages[num_equal]["role"], child.messages[num_equal]["role"]}
+                if roles == {"system"}:
+                    finding = "fork_system"
+        return finding
 
 
 def _starts_with(
     messages: Sequence[Message], keys: Sequence[bytes], position: int, child: MessageNode
 ) -> bool:
-    """Return whether the messages from a position on start with those of a node."""
-    if keys[position : position + len(child.keys)] != child.keys:
+    """Return whether the messages from a position on start with those of a node; some nodes have tokens alone."""
+    if not child.keys or keys[position : position + len(child.keys)] != child.keys:
         return False
     return not child.is_turn or has_equal_reasoning(messages[position], child.messages[0])

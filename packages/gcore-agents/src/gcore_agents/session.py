@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from gcore_agents.calls import ChatCall, ChatReply
@@ -105,6 +106,8 @@ class Session:
         self.kept_responses: set[str] = set()
         """Turns of a call that asked for several at once, all of which count."""
         self._num_calls = 0
+        self._announced: dict[tuple[int, str], bool] = {}
+        """Whether the first node of a conversation, by its number, is rendered with these tools."""
         self._first_prompt: int | None = None
         self._replies: dict[str, asyncio.Task[list[ChatReply]]] = {}
         self._delivered: set[str] = set()
@@ -242,7 +245,7 @@ class Session:
         if call.prompt_ids:
             return graph.find_tokens(call.prompt_ids), [], list(call.prompt_ids)
         messages = call.messages
-        node, position = graph.find(messages)
+        node, position = graph.find(messages, partial(self._has_tools, call))
         further = messages[position:]
         if not further and not node.is_turn:
             return node, [], node.path_tokens()
@@ -258,7 +261,7 @@ class Session:
             if node.is_turn and is_sampled and not has_new_turns:
                 added = self.encoder.next(
                     further,
-                    last_token=node.token_ids[-1],
+                    last_token=node.token_ids[-1] if node.token_ids else -1,
                     turn=node.messages[0],
                     tools=call.tools,
                 )
@@ -271,7 +274,7 @@ class Session:
             if last is not node:
                 graph.findings["history_rendered"] += not has_new_turns and node.is_turn
             if not node.is_turn or has_new_turns:
-                graph.count_fork(node, further[0])
+                graph.count_fork(node, further)
         num_messages = sum(len(ancestor.messages) for ancestor in last.path())
         return last, messages[num_messages:], prompt_ids
 
@@ -287,7 +290,21 @@ class Session:
             return node
         if self._first_prompt is None:
             self._first_prompt = len(prompt_ids)
-        return self.graph.add_context(node, further, prompt_ids[node.num_tokens :])  # pyright: ignore[reportArgumentType]
+        context = self.graph.add_context(node, further, prompt_ids[node.num_tokens :])  # pyright: ignore[reportArgumentType]
+        if node is self.graph.root:
+            self._announced[context.number, _write_tools(call)] = True
+        return context
+
+    def _has_tools(self, call: ChatCall, first: MessageNode) -> bool:
+        """Return whether a conversation that starts with a node announces a call's tools, or none where they differ."""
+        key = (first.number, _write_tools(call))
+        if key not in self._announced:
+            try:
+                prompt_ids = self.encoder.first(first.messages, tools=call.tools)
+            except MessageError:
+                prompt_ids = []
+            self._announced[key] = prompt_ids == list(first.token_ids)
+        return self._announced[key]
 
     def _stop(self, end: SessionEnd) -> None:
         self.end = self.end or end
@@ -413,6 +430,10 @@ def _cut_at_stop(message: dict[str, Any], stop: Sequence[str]) -> str:
 
 def _has_failed(task: "asyncio.Task[list[ChatReply]]") -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _write_tools(call: ChatCall) -> str:
+    return json.dumps([dict(tool) for tool in call.tools], default=str)
 
 
 def _digest(call: ChatCall) -> str:
