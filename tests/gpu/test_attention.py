@@ -1,5 +1,8 @@
 """Attention over a packed row against one with a dense mask, written out in float64."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from gpu_cases import SAMPLES, WINDOW
@@ -11,6 +14,18 @@ from gcore_trainer.packing.row import PackedPlan
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 KINDS = ("causal", "window", "sinks", "window and sinks", "soft cap")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+LONGEST = max(SAMPLES, key=lambda sample: sample.response_ids.size)
+SIZE = LONGEST.response_ids.size
+TREE = replace(
+    LONGEST,
+    response_mask=np.arange(SIZE) != SIZE // 2,
+    forks=np.array([[SIZE // 4, 2], [SIZE // 3, SIZE // 4 + 1], [SIZE // 2, -2], [SIZE - 3, -1]]),
+)
+ROWS = {
+    "shared": pack(SAMPLES),
+    "apart": pack(SAMPLES, share_prefix=False),
+    "tree": pack([TREE, *SAMPLES]),
+}
 
 
 def dense_attention(
@@ -20,13 +35,14 @@ def dense_attention(
     value: torch.Tensor,
     kind: AttentionKind,
 ) -> torch.Tensor:
-    """Compute [1, T, H, D]: a token sees those before it in its sample, its own included."""
+    """Compute [1, T, H, D]: a token sees those before it on its path, its own included."""
     num_tokens, groups = batch.input_ids.size, HEADS // KV_HEADS
     hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
-    for places in batch.input_places(SAMPLES):
-        for i, place in enumerate(places.tolist()):
+    for segment in batch.segments:
+        path = segment.sequence
+        for i, token in enumerate(path.tolist()):
             first = 0 if kind.sliding_window is None else max(0, i + 1 - kind.sliding_window)
-            hidden[place, places[first : i + 1]] = False
+            hidden[token, path[first : i + 1]] = False
     scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * HEAD_DIM**-0.5
     if kind.softcap is not None:
         scores = (scores / kind.softcap).tanh() * kind.softcap
@@ -38,13 +54,13 @@ def dense_attention(
     return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("packing", ROWS)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_packed_attention_is_that_of_a_dense_mask(
-    device: str, name: str, dtype: torch.dtype, *, share_prefix: bool
+    device: str, name: str, dtype: torch.dtype, packing: str
 ) -> None:
-    batch = pack(SAMPLES, share_prefix=share_prefix)
+    batch = ROWS[packing]
     torch.manual_seed(0)
     shapes = [(1, heads, batch.input_ids.size, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     rounded = [torch.randn(shape).to(dtype) for shape in shapes]
