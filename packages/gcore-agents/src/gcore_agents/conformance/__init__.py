@@ -1,0 +1,1 @@
+"""Checks of an endpoint that claims token-exact traces of agents: ``gcore-agents conformance``."""

@@ -1,0 +1,50 @@
+"""What a case is."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from gcore_agents.conformance.agent import CaseAgent
+from gcore_agents.conformance.turns import ModelTurn
+from gcore_agents.session import History, SessionBudget
+
+MESSAGES = ("chat", "responses", "anthropic", "google")
+"""Dialects of messages; the other one, completions, has prompts of text or tokens."""
+Need: TypeAlias = Literal["system", "tools", "results"]
+
+DriveAgent: TypeAlias = Callable[[CaseAgent], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One conversation or several, what the engine answers, and the tree of turns that has to result.
+
+    Example:
+        >>> async def ask_once(agent: CaseAgent) -> None:
+        ...     await agent.ask([agent.user("2 + 2 =")])
+        >>> case = Case(name="one", summary="One turn.", script=[ModelTurn(text="4")], drive=ask_once, parents=[-1])
+        >>> case.dialects
+        ('chat', 'responses', 'anthropic', 'google')
+    """
+
+    name: str
+    summary: str
+    """What has to hold, in a sentence."""
+    script: Sequence[ModelTurn]
+    drive: DriveAgent
+    parents: Sequence[int]
+    """For each turn, in the order of sampling, the one that it continues; -1: none."""
+    dialects: Sequence[str] = MESSAGES
+    siblings: Sequence[tuple[int, int]] = ()
+    """Turns that follow the same node."""
+    undelivered: Sequence[int] = ()
+    """Turns that no client got."""
+    needs: frozenset[Need] = frozenset()
+    """What the chat template has to render."""
+    delay_s: float = 0.0
+    """Of the engine."""
+    budget: SessionBudget | None = None
+    """Of the session; None: it is not used up."""
+    history: History = "sampled"
+    is_scripted: bool = False
+    """Whether it says nothing about an endpoint whose model or settings are not known."""
