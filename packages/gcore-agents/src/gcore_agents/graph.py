@@ -55,6 +55,8 @@ def _text(content: Any) -> Any:
         return ""
     if isinstance(content, str):
         return content.strip()
+    if not isinstance(content, list | tuple):
+        return content
     parts: list[Any] = []
     for part in content:
         if part.get("type", "text") != "text":
