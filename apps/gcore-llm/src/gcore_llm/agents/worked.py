@@ -80,6 +80,7 @@ class WorkedTurns:
     """Stands for an engine: answers one request after the other with known turns."""
 
     turns: list[list[int]]
+    weight_version: int = 0
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         """Yield the next turn; if there is none, an empty answer."""
