@@ -9,7 +9,7 @@ from gcore_agents.graph import Message
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCall:
-    """What an agent asks for: a turn after these messages.
+    """A request of an agent for a turn after these messages.
 
     Example:
         >>> call = ChatCall(messages=[{"role": "user", "content": "2 + 2 ="}], max_tokens=64)
@@ -38,7 +38,7 @@ class ChatCall:
     unused: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling parameters of the agent, which the run's replace."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What only the dialect needs to write its reply."""
+    """Fields that only the dialect reads, to write its reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class ChatReply:
     stop_string: str = ""
     """The string of the call's that ended the turn; the message's content is without it."""
     token_ids: Sequence[int] = ()
-    """What was sampled; none in the text that ends a session."""
+    """The sampled tokens; none in the text that ends a session."""
     log_probs: Sequence[float] = ()
     created_s: int = 0
     """Unix time."""

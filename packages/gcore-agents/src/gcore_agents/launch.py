@@ -24,7 +24,7 @@ _KILL_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """What an agent gets: a row to work on, and where its model is.
+    """The input of an agent: a row to work on, and the URL and key of its model.
 
     Example:
         >>> async def agent(task: AgentTask) -> float:
@@ -39,7 +39,7 @@ class AgentTask:
     row: Mapping[str, Any]
     """The row of the data set."""
     base_url: str
-    """Of OpenAI's API; it ends with /v1."""
+    """Base URL of OpenAI's API; it ends with /v1."""
     api_key: str
     """The session's key."""
     session: Session

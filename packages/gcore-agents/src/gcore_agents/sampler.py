@@ -1,4 +1,4 @@
-"""What a session needs of an engine: tokens in, and tokens with their log-probs and versions out."""
+"""An engine as a session sees it: tokens in, and tokens with their log-probs and versions out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ class TokenSampler(Protocol):
         ...         tokens = list(prompt_ids[-max_tokens:])
         ...         numbers = {"log_probs": [0.0] * len(tokens), "weight_versions": [0] * len(tokens)}
         ...         return SampledTokens(token_ids=tokens, finish_reason="stop", **numbers)
+        >>> import asyncio
         >>> asyncio.run(Echo().sample([4, 5], session="a", seed=0, max_tokens=1)).token_ids
         [5]
     """

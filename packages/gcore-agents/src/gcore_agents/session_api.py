@@ -1,4 +1,4 @@
-"""What a runner asks of a session over HTTP: its state, its graph, rewards and its end."""
+"""Routes of a session for its runner, over HTTP: its state, its graph, rewards and its end."""
 
 import time
 from typing import Any, get_args

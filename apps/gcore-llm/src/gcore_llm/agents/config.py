@@ -69,7 +69,7 @@ class AgentConfig(Checked, section="rollout.agent"):
     """Seconds of an agent's work on a row; then its calls are answered by a text that ends its loop. One that works
     for as long again, or a minute, has failed; see reward_calls."""
     credit: str = "session"
-    """What a turn is credited with. session: the score of the whole. turns: the rewards of this turn and of those that
+    """The value of a turn. session: the score of the whole session. turns: the rewards of this turn and of those that
     continue it, against the mean of the group. PATH.py:function: what your function returns, a number for each turn
     of a gcore_agents.Session, against the mean of the group."""
     turn_discount: Fraction = 1.0

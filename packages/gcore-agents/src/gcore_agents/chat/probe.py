@@ -24,7 +24,7 @@ _DOUBLE_SHARE = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFacts:
-    """What a chat template can render.
+    """The kinds of conversations that a chat template can render.
 
     Example:
         >>> from transformers import AutoTokenizer

@@ -38,7 +38,7 @@ class TurnMessage:
     """
 
     header: str
-    """What stands before `MESSAGE`."""
+    """The text before `MESSAGE`."""
     text: str
 
     @property

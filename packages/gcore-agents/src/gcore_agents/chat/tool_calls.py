@@ -74,7 +74,7 @@ ReadCalls: TypeAlias = Callable[[str, Mapping[str, Properties]], list[ToolCall]]
 
 @dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """How a chat template writes calls."""
+    """The form in which a chat template writes calls."""
 
     read: ReadCalls
     before: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ class TurnReader:
     form: CallForm
     thought_marks: Sequence[tuple[str, str]]
     special_tokens: re.Pattern[str]
-    """What is left out of texts."""
+    """Left out of texts."""
 
     def find_open_thought(self, prompt: str) -> str:
         """Return the mark with which a prompt's end opens a thought; empty: it opens none."""
@@ -114,7 +114,7 @@ class TurnText:
     reasoning: str
     content: str
     calls: Sequence[ToolCall]
-    """Those that can be read; the others are a part of the content."""
+    """Calls that can be read; the others are a part of the content."""
 
     def make_message(self, *, seed: bytes, form: CallForm | None) -> dict[str, Any]:
         """Return the message that an agent gets; the seed and the number of a call determine its id."""
