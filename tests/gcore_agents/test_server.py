@@ -292,9 +292,12 @@ async def test_stop_strings_end_a_turn_and_are_not_sent(connect: Connect) -> Non
     _, reply = await client.ask(stop=["Observation:"])
     assert read_text("chat", reply) == "One. "
     turn = reply["choices"][0]["message"]
-    await client.ask(messages=[*QUESTION, turn, {"role": "user", "content": "More."}])
-    first, second = client.session.graph.turns()
-    assert second.path()[1] is first
+    for content in (turn["content"], f"{turn['content']}Observation:"):
+        sent = {**turn, "content": content}
+        await client.ask(messages=[*QUESTION, sent, {"role": "user", "content": "More."}])
+    first, *further = client.session.graph.turns()
+    assert [turn.path()[1] for turn in further] == [first, first]
+    assert not client.session.graph.findings
     client = await connect("One. Observation: two")
     _, reply = await client.ask("anthropic", stop_sequences=["Observation:"])
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "Observation:")

@@ -24,7 +24,7 @@ Finding = Literal[
     "fork_context",
     "history_rendered",
 ]
-"""What began a branch: the agent changed the text, the calls or the reasoning of a turn, a system message, the tools,
+"""The cause of a branch: the agent changed the text, the calls or the reasoning of a turn, a system message, the tools,
 or another message before a turn; or the chat template renders earlier turns differently now, and ``history`` says to
 follow it."""
 
@@ -118,9 +118,11 @@ class MessageNode:
     token_ids: Sequence[int]
     """Its own tokens, after those of its ancestors: for messages, with what the template writes around them."""
     log_probs: Sequence[float] = ()
-    """Of each token, in a turn of the policy."""
+    """One for each token of a turn of the policy."""
     weight_versions: Sequence[int] = ()
     finish_reason: str = ""
+    stop_string: str = ""
+    """The agent's string that ended the turn. The message is without it; some agents add it again."""
     response_id: str = ""
     """Name of the turn in the API; empty: the policy did not sample the node."""
     is_delivered: bool = False
@@ -129,6 +131,11 @@ class MessageNode:
 
     def __post_init__(self) -> None:
         self.keys = [message_key(message) for message in self.messages]
+        self.keys_with_stop = self.keys
+        if self.stop_string:
+            [message] = self.messages
+            content = f"{message['content']}{self.stop_string}"
+            self.keys_with_stop = [message_key({**message, "content": content})]
         self.num_tokens: int = len(self.token_ids)
         """Tokens of the whole path to this node, its own included."""
         if self.parent is not None:
@@ -260,6 +267,7 @@ class MessageGraph:
         weight_versions: Sequence[int],
         finish_reason: str,
         response_id: str,
+        stop_string: str = "",
     ) -> MessageNode:
         """Add a turn of the policy after its context."""
         return self.add_node(
@@ -270,6 +278,7 @@ class MessageGraph:
             weight_versions=weight_versions,
             finish_reason=finish_reason,
             response_id=response_id,
+            stop_string=stop_string,
         )
 
     def add_node(self, parent: MessageNode, **fields: Any) -> MessageNode:
@@ -322,6 +331,7 @@ def _starts_with(
     messages: Sequence[Message], keys: Sequence[bytes], position: int, child: MessageNode
 ) -> bool:
     """Return whether the messages from a position on start with those of a node; some nodes have tokens alone."""
-    if not child.keys or keys[position : position + len(child.keys)] != child.keys:
+    sent_keys = keys[position : position + len(child.keys)]
+    if not child.keys or sent_keys not in (child.keys, child.keys_with_stop):
         return False
     return not child.is_turn or has_equal_reasoning(messages[position], child.messages[0])

@@ -17,19 +17,19 @@ from gcore_agents.graph import MessageGraph, MessageNode
 from gcore_agents.sampler import TokenSampler
 
 History = Literal["sampled", "template", "tool_cycle"]
-"""What earlier turns are to the policy: the tokens that it sampled, with their reasoning; what the chat template makes
-of them now; or the first until the next message of the user, and then the second."""
+"""The form in which the policy sees its earlier turns: the tokens that it sampled, with their reasoning; as the chat
+template renders them now; or the first until the next message of the user, and then the second."""
 SessionEnd = Literal["done", "truncated_turn", "length", "max_turns", "timeout"]
 """The agent ended it; its last turn was cut off before its end; its tokens were used up, or its turns, or its time."""
 SessionStatus = Literal["completed", "failed", "truncated"]
-"""What the agent came to, as its runner says when it closes the session."""
+"""The outcome of an agent's work, as its runner says when it closes the session."""
 
 _BUDGET_TEXT = "The budget of this session is used up. Stop here and give your final answer."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionBudget:
-    """What a session may use; the call that would exceed it is answered by a text that ends the agent's loop.
+    """The limits of a session; the call that would exceed it is answered by a text that ends the agent's loop.
 
     Example:
         >>> SessionBudget(max_tokens=4096, max_calls=20).max_context
@@ -91,13 +91,13 @@ class Session:
     stop: tuple[str, ...] = ()
     """Strings that end a turn, besides those of a call."""
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
-    """What the agent authorizes itself with."""
+    """The agent authorizes itself with it."""
 
     def __post_init__(self) -> None:
         self.graph = MessageGraph()
         self.rewards: list[SessionReward] = []
         self.end: SessionEnd | None = None
-        """Why it is to end; None: the agent may go on."""
+        """Why it is to end; None: the agent may continue."""
         self.status: SessionStatus | None = None
         """How it was closed; None: it is open."""
         self.unused: dict[str, object] = {}
@@ -121,7 +121,7 @@ class Session:
         A call that repeats one which is being answered, or says that it repeats one, gets the same reply.
 
         Raises:
-            CallError: the call cannot be answered; the session goes on.
+            CallError: the call cannot be answered; the session stays open.
         """
         self._check_open()
         self.last_call_s = time.monotonic()
@@ -361,6 +361,7 @@ class Session:
             weight_versions=sampled.weight_versions,
             finish_reason=sampled.finish_reason,
             response_id=response_id,
+            stop_string=stop_string,
         )
         return ChatReply(
             response_id=response_id,

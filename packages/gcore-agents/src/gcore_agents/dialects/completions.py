@@ -28,9 +28,8 @@ class CompletionsDialect(Dialect):
     ``logprobs`` only the sampled tokens' are known.
 
     Example:
-        >>> dialect = CompletionsDialect(session)
-        >>> dialect.read_call({"prompt": [4, 5], "max_tokens": 8}).prompt_ids
-        (4, 5)
+        >>> def read_prompt(session: Session, text: str) -> tuple[int, ...]:
+        ...     return CompletionsDialect(session).read_call({"prompt": text}).prompt_ids
     """
 
     def read_call(self, body: Any) -> ChatCall:

@@ -105,8 +105,8 @@ class JsonFields:
         """Raise a `CallError` that says what a field is, and what it should be."""
         name = self.name(field)
         value = self.values.get(field)
-        found = "missing" if value is None else describe(value)
-        raise CallError(f"{name} is {found}; expected {expected}", field=name)
+        description = "missing" if value is None else describe(value)
+        raise CallError(f"{name} is {description}; expected {expected}", field=name)
 
     def has(self, field: str) -> bool:
         return self.values.get(field) is not None
