@@ -117,7 +117,7 @@ def test_windows_caps_and_sinks(ranks: RankPool, layout: Layout, options: dict[s
 
 
 def test_a_long_sequence(ranks: RankPool) -> None:
-    groups = [Group(16384, [16385])]
+    groups = [Group(8192, [8193])]
     expected = attended_at_once(AttentionCase(groups=groups, layout=Layout()))
     for layout in (RING_4, ULYSSES_4):
         shares: list[Attended] = ranks.run(

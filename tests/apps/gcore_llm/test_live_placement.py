@@ -464,7 +464,7 @@ def judged(own_args: list[str], tiny: Path) -> list[str]:
     ]
     options = [
         "--reward-model.judge.max-response-length",
-        "64",
+        "32",
         "--reward-model.judge.unparsable-score",
         "0.25",
     ]
