@@ -23,6 +23,7 @@ from .errors import (
     AgentsError as AgentsError,
     CallError as CallError,
     MessageError as MessageError,
+    SamplerError as SamplerError,
 )
 from .graph import (
     MessageGraph as MessageGraph,
@@ -50,6 +51,7 @@ from .sampler import (
     TokenSampler as TokenSampler,
 )
 from .server import AgentServer as AgentServer
+from .server_sampler import ServerSampler as ServerSampler
 from .session import (
     Session as Session,
     SessionBudget as SessionBudget,
