@@ -311,11 +311,11 @@ class ChatEncoder:
         for make_turn in (_call, _call_in_json, _answer) if roles[0] == "tool" else (_answer,):
             turns = [_QUESTION, make_turn(_STAND_IN, probes, {})]
             try:
-                whole = self._render([*turns, *probes], has_tools=has_tools)
+                rendered = self._render([*turns, *probes], has_tools=has_tools)
             except MessageError as error:
                 refusal = error
                 continue
-            _, stand_in, text = whole.rpartition(_STAND_IN)
+            _, stand_in, text = rendered.rpartition(_STAND_IN)
             positions = [text.find(word) for word in words]
             if stand_in and -1 not in positions and positions == sorted(positions):
                 self._turns[has_tools, roles] = make_turn
@@ -339,9 +339,9 @@ class ChatEncoder:
         turns = [_QUESTION, make_turn(stand_in, messages)]
         # Only from the stand-in on: the text before it may change with the messages after it.
         last = self._render(turns, prompt=False, has_tools=has_tools)
-        whole = self._render([*turns, *messages], has_tools=has_tools)
+        rendered = self._render([*turns, *messages], has_tools=has_tools)
         last_end = self.encode(last.rpartition(stand_in)[2])
-        tail = self.encode(whole.rpartition(stand_in)[2])
+        tail = self.encode(rendered.rpartition(stand_in)[2])
         num_end = count_common(last_end, tail)
         if last_end and not num_end:
             # gpt-oss ends an answer with another token if messages follow it. All of them start with one mark.

@@ -1,6 +1,6 @@
 """A check of a chat template before a run: can it continue conversations, and what does it make of earlier turns?
 
-Random conversations are rendered in whole, and compared with what `ChatEncoder.next` adds turn by turn. A template that
+Random conversations are rendered as one, and compared with what `ChatEncoder.next` adds turn by turn. A template that
 refuses the results of tools fails here, and not at the second turn of the first conversation.
 """
 
@@ -160,21 +160,21 @@ class _Probe:
     def _check_turn(
         self, messages: Sequence[Message], turn: Message, further: Sequence[Message]
     ) -> None:
-        """Compare what is added after a turn with the template's own rendering of the whole."""
+        """Compare what is added after a turn with the template's own rendering of the conversation."""
         conversation = [*messages, turn, *further]
         added = self._continue(messages, turn, further)
-        whole = self._encoder.encode(self._render(conversation))
-        turn_end = len(whole) - len(added)
-        if whole[turn_end:] != added:
+        full_ids = self._encoder.encode(self._render(conversation))
+        turn_end = len(full_ids) - len(added)
+        if full_ids[turn_end:] != added:
             self._check_first_turn(turn, further, added)
             return
         self._check_end_of_turn(added, turn, further, conversation)
         prompt = self._encoder.encode(self._render(messages))
         last = self._encoder.encode(self._render([*messages, turn], prompt=False))
-        if whole[: len(prompt)] != prompt or last[:turn_end] != whole[:turn_end]:
+        if full_ids[: len(prompt)] != prompt or last[:turn_end] != full_ids[:turn_end]:
             self._is_append_only = False
             return
-        sampled = self._encoder.text(whole[len(prompt) : turn_end])
+        sampled = self._encoder.text(full_ids[len(prompt) : turn_end])
         content = turn["content"] or turn["tool_calls"][-1]["function"]["name"]
         if content not in sampled:
             raise self._make_error("has no end of a turn that can be found", conversation)
@@ -185,8 +185,8 @@ class _Probe:
     ) -> None:
         """Check that at least after the first turn the template renders messages so."""
         conversation = [_make_text("user", "gcorequestion"), turn, *further]
-        whole = self._encoder.encode(self._render(conversation))
-        if whole[len(whole) - len(added) :] != added:
+        full_ids = self._encoder.encode(self._render(conversation))
+        if full_ids[len(full_ids) - len(added) :] != added:
             raise self._make_error("renders messages after a turn in another way", conversation)
         self._is_append_only = False
         self._is_consistent = False

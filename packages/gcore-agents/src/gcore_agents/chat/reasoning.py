@@ -24,7 +24,7 @@ MESSAGE = "<|message|>"
 _END_OF_MESSAGE = re.compile(r"<\|(?:end|call|return|eom|eot|start)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
-MessageKind = Literal["reasoning", "text", "call"]
+MessagePurpose = Literal["reasoning", "text", "call"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TurnMessage:
 
     Example:
         >>> [message] = split_messages("<|channel|>final<|message|>Yes.<|return|>")
-        >>> message.kind, message.text
+        >>> message.purpose, message.text
         ('text', 'Yes.')
     """
 
@@ -42,7 +42,7 @@ class TurnMessage:
     text: str
 
     @property
-    def kind(self) -> MessageKind:
+    def purpose(self) -> MessagePurpose:
         """Calls are those for a function; thoughts are for the model itself, or in the channel of analysis."""
         recipient = _RECIPIENT.search(self.header)
         if recipient is not None and recipient[1] not in ("self", "user"):
@@ -114,7 +114,7 @@ def drop_thoughts(text: str) -> str:
     _, answer = split_thoughts(text)
     if MESSAGE not in answer:
         return answer
-    messages = [message for message in split_messages(answer) if message.kind != "reasoning"]
+    messages = [message for message in split_messages(answer) if message.purpose != "reasoning"]
     return "".join(message.header + MESSAGE + message.text for message in messages)
 
 

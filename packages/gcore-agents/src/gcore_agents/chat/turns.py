@@ -62,7 +62,7 @@ class TurnReader:
             has_calls: read calls; otherwise they are text.
         """
         reasoning, answer = split_thoughts(text, self.thought_marks, opened=opened)
-        if MESSAGE in answer:
+        if MESSAGE in answer and self.special_tokens.fullmatch(MESSAGE):
             return self._read_messages(reasoning, answer, tools, has_calls=has_calls)
         calls: list[ToolCall] = []
         if has_calls:
@@ -86,11 +86,11 @@ class TurnReader:
         texts: list[str] = []
         calls: list[ToolCall] = []
         for message in split_messages(text):
-            if message.kind == "reasoning":
+            if message.purpose == "reasoning":
                 thoughts.append(self._clean(message.text))
                 continue
             added: list[ToolCall] = []
-            if message.kind == "call" and has_calls:
+            if message.purpose == "call" and has_calls:
                 added = self.form.read(message.header + MESSAGE + message.text, properties)
             readable = [call for call in added if not call.error]
             calls.extend(readable)
