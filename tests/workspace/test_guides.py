@@ -12,6 +12,7 @@ CHANGES = (
     "policy loss",
     "advantage estimator",
     "engine",
+    "API of agents",
     "reward kind",
     "placement strategy",
     "checkpoint backend",

@@ -30,6 +30,7 @@ HEAVY = {
 FOR_APPS = {"pydantic", "rich", "tyro"}
 
 MUST_NOT_LOAD = {
+    "gcore_agents": HEAVY | FOR_APPS | {"aiohttp", "numpy", "tokenizers"},
     "gcore_placement": HEAVY | FOR_APPS,
     "gcore_controller": HEAVY | FOR_APPS | {"numpy"},
     "gcore_ckpt": HEAVY | FOR_APPS | {"numpy", "safetensors"},

@@ -20,6 +20,7 @@ READ_ON = (
     "docs/start.md",
     "docs/how-to/own-model.md",
     "docs/how-to/own-environment.md",
+    "docs/how-to/train-an-agent.md",
     "docs/how-to/plan-a-run.md",
     "docs/how-to/several-processes.md",
     "docs/how-to/fine-tuning.md",
@@ -76,6 +77,9 @@ CHECKED_ELSEWHERE = {
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
     r"WANDB_MODE=offline uv run gcore-llm train .* --trainer.trackers wandb .*": (
         f"{DIFFUSION}/test_screens.py::test_wandb_gets_metrics_and_images"
+    ),
+    r"uv run gcore-llm train --rollout\.agent\.run examples/tool_agent\.py:agent": (
+        f"{LLM}/test_agents.py::test_the_example_learns"
     ),
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",

@@ -9,9 +9,10 @@ from house import DISTRIBUTIONS, ROOT, relative
 PAGE = ROOT / "docs/on-a-cluster.md"
 
 LISTENS = re.compile(
-    r"\bcreate_server\(|\bstart_server\(|\bstart_http_server\(|(?<!signature)\.bind\(|\bHTTPServer\(|\bListener\(|\bTCPStore\("
+    r"\bcreate_server\(|\bstart_server\(|\bstart_http_server\(|(?<!signature)\.bind\(|\bHTTPServer\(|\bListener\(|\bTCPStore\(|\bTCPSite\("
 )
 PORTS = {
+    "packages/gcore-agents/src/gcore_agents/server.py": "the endpoint of agents",
     "packages/gcore-controller/src/gcore_controller/runtimes/ray/trainer_group.py": "rendezvous (torch's TCPStore)",
     "packages/gcore-rollout/src/gcore_rollout/engines/servers/local_server.py": "an SGLang server that the run starts",
     "apps/gcore-runs/src/gcore_runs/doctor/cluster.py": "`gcore-llm doctor --ray`",
