@@ -20,11 +20,11 @@ from gcore_bench.harness.processes import (
 )
 from gcore_bench.harness.report import (
     BenchError,
+    BenchSession,
     Count,
     QuickOptions,
     Rounds,
     Run,
-    Session,
     add_ratios,
     at_least,
     format_figure,
@@ -124,7 +124,7 @@ def test_cells_show_figures() -> None:
 def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
     options = Options(json=tmp_path / "figures.json")
     output = io.StringIO()
-    with Session(options, Console(file=output), notes=["[a note]"]) as session:
+    with BenchSession(options, Console(file=output), notes=["[a note]"]) as session:
         (session.folder / "scratch").touch()
         runs = [Run(part="one", contender="a", round=1, load=0.5)]
         columns = {"seconds": "wall_s .1f"}
@@ -142,7 +142,9 @@ def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
 
 def test_a_session_that_fails_writes_nothing(tmp_path: Path) -> None:
     output = io.StringIO()
-    session = Session(Options(json=tmp_path / "figures.json"), Console(file=output), notes=["note"])
+    session = BenchSession(
+        Options(json=tmp_path / "figures.json"), Console(file=output), notes=["note"]
+    )
 
     def fail() -> None:
         with session:

@@ -24,11 +24,11 @@ from gcore_bench.ckpt_libraries import LIBRARIES, InPlaceLibrary, Library, State
 from gcore_bench.harness.processes import Spec, highest_bytes, run_child, seconds_of, settle
 from gcore_bench.harness.report import (
     BenchError,
+    BenchSession,
     Figures,
     QuickOptions,
     Rounds,
     Row,
-    Session,
     at_least,
     verdict,
 )
@@ -98,7 +98,7 @@ def run(options: CkptOptions, console: Console) -> None:
     options = options.resize_if_quick()
     with (
         _scratch_folder(options.dir) as folder,
-        Session(options, console, notes=[_NOTE]) as session,
+        BenchSession(options, console, notes=[_NOTE]) as session,
     ):
         rounds = Rounds("ckpt", options.rounds, say=session.say)
         for turn in rounds.turns((LIMITS, *options.contenders)):

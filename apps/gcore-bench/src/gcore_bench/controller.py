@@ -25,13 +25,13 @@ from rich.console import Console
 from gcore_bench.harness.processes import environment, seconds_of, status_bytes, stderr_to
 from gcore_bench.harness.report import (
     BenchError,
+    BenchSession,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
     Row,
-    Session,
     verdict,
 )
 from gcore_controller import Context, Reference, run_ray
@@ -126,7 +126,10 @@ def run(options: ControllerOptions, console: Console) -> None:
         BenchError: a contender failed, or features arrived with other bytes.
     """
     options = options.resize_if_quick()
-    with Session(options, console, notes=[_NOTE]) as session, stderr_to(session.folder / "log"):
+    with (
+        BenchSession(options, console, notes=[_NOTE]) as session,
+        stderr_to(session.folder / "log"),
+    ):
         for payload_mb in sorted(set(options.payload_mb)):
             rounds = Rounds(f"{payload_mb} MB", options.rounds, say=session.say)
             asyncio.run(_run_rounds(payload_mb, options, rounds))

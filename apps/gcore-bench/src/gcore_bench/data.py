@@ -16,13 +16,13 @@ from rich.console import Console
 
 from gcore_bench.harness.processes import Spec, run_child, settle, status_bytes
 from gcore_bench.harness.report import (
+    BenchSession,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
     Row,
-    Session,
     verdict,
 )
 
@@ -102,7 +102,7 @@ class DataOptions(QuickOptions):
 def run(options: DataOptions, console: Console) -> None:
     """Measure and print the parts of ``options``, and write their figures."""
     options = options.resize_if_quick()
-    with Session(options, console, notes=[_NOTE]) as session:
+    with BenchSession(options, console, notes=[_NOTE]) as session:
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
             _write_files(part, options, session.folder)

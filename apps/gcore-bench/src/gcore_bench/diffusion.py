@@ -19,13 +19,13 @@ from rich.console import Console
 
 from gcore_bench.harness.processes import Spec, run_child, run_training
 from gcore_bench.harness.report import (
+    BenchSession,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
     Row,
-    Session,
     at_least,
     verdict,
 )
@@ -107,7 +107,7 @@ def run(options: DiffusionOptions, console: Console) -> None:
         model = pretrained_pipeline(
             DemoConfig(num_steps=1, cache_dir=str(folder)), seed=0, display=display
         )
-    with Session(options, console) as session:
+    with BenchSession(options, console) as session:
         rounds = Rounds("loop", options.rounds, say=session.say)
         for turn in rounds.turns((*PLAIN, LIMIT, *GCORE)):
             name = turn.contender

@@ -19,12 +19,12 @@ from gcore_bench.harness.processes import Spec, highest_bytes, run_child, run_tr
 from gcore_bench.harness.report import (
     BenchError,
     BenchOptions,
+    BenchSession,
     Count,
     Figures,
     NonNegative,
     Rounds,
     Row,
-    Session,
     paired_ratio,
     verdict,
 )
@@ -147,7 +147,7 @@ def count_even_digits(prompt: str, completion: str, row: Mapping[str, Any]) -> f
 def run(options: GrpoOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for; `BenchError` if a process fails."""
     names = [options.workload] if options.workload != "all" else list(WORKLOADS)
-    with Session(options, console, notes=[_NOTE]) as session:
+    with BenchSession(options, console, notes=[_NOTE]) as session:
         for name in names:
             workload = WORKLOADS[name]
             rounds = Rounds(name, options.rounds, say=session.say)

@@ -28,12 +28,12 @@ from gcore_bench.harness.processes import (
 )
 from gcore_bench.harness.report import (
     BenchError,
+    BenchSession,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
-    Session,
     paired_ratio,
     plain,
 )
@@ -139,7 +139,7 @@ def run(options: RolloutOptions, console: Console) -> None:
     """
     options = options.resize_if_quick()
     notes = [_NOTES[part] for part in options.parts]
-    with Session(options, console, notes=notes) as session, stderr_to(session.folder / "log"):
+    with BenchSession(options, console, notes=notes) as session, stderr_to(session.folder / "log"):
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
             if part == "generation":

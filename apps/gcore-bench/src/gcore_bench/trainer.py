@@ -25,13 +25,13 @@ from gcore_bench.harness.processes import (
 )
 from gcore_bench.harness.report import (
     BenchError,
+    BenchSession,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
     Rows,
-    Session,
     add_ratios,
     at_least,
     plain,
@@ -123,7 +123,7 @@ def run(options: TrainerOptions, console: Console) -> None:
         BenchError: a contender failed, or contenders did not compute the same.
     """
     options = options.resize_if_quick()
-    with Session(options, console, notes=[_NOTE]) as session:
+    with BenchSession(options, console, notes=[_NOTE]) as session:
         start_server(options.threads)
         run_processes([_make_spec("setup", options, session.folder)])
         rounds = Rounds("step", options.rounds, say=session.say)

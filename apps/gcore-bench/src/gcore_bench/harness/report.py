@@ -235,7 +235,7 @@ def verdict_on_all(missed: Sequence[str]) -> str:
     return "met"
 
 
-class Session:
+class BenchSession:
     """Prints what a bench reports and, when it ends without an error, its notes; then writes the figures.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from gcore_bench.harness.report import Session
+from gcore_bench.harness.report import BenchSession
 from gcore_bench.placement import balancer, live, planner
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.oracles import part as oracles
@@ -29,7 +29,7 @@ PARTS = {
 def run(options: PlacementOptions, console: Console) -> None:
     """Run the parts of ``options``, print their tables with the aims that they meet, and write the file of results."""
     options = options.resize_if_quick()
-    with Session(options, console) as session:
+    with BenchSession(options, console) as session:
         for part in options.parts:
             for table in PARTS[part](options, session.say):
                 session.add(part, tables=[render_table(table)], lines=table.aims, **asdict(table))
