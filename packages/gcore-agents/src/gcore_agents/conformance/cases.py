@@ -1,12 +1,14 @@
 """The cases of dialects of messages."""
 
 import asyncio
+import secrets
+from collections.abc import Sequence
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
-from gcore_agents.conformance.errors import MismatchError
+from gcore_agents.conformance.errors import MismatchError, NotApplicableError
 from gcore_agents.conformance.turns import TOOLS, FunctionCall, ModelTurn, results, system
-from gcore_agents.conformance.wire.client import WireRequest, WriteStyle
+from gcore_agents.conformance.wire.client import WireReply, WireRequest, WriteStyle
 from gcore_agents.session import SessionBudget
 
 _ADD = FunctionCall(name="add", arguments={"first": 1, "second": 2})
@@ -174,7 +176,8 @@ async def call_again_by_count(agent: CaseAgent) -> None:
 
 
 async def call_again_by_key(agent: CaseAgent) -> None:
-    await _call_again(agent, {"Idempotency-Key": "a"}, {"Idempotency-Key": "a"})
+    headers = {"Idempotency-Key": secrets.token_hex(8)}
+    await _call_again(agent, headers, headers)
 
 
 async def _call_again(
@@ -189,20 +192,28 @@ async def _call_again(
 
 async def give_up_and_retry(agent: CaseAgent) -> None:
     request = WireRequest(messages=[agent.user(_QUESTION)])
-    await agent.give_up(request, after_s=0.05)
+    await agent.give_up(request, after_s=0.03)
     [turn] = await agent.send(request, headers={"x-stainless-retry-count": "1"})
     await agent.ask([*request.messages, turn.message, agent.user(_MORE)])
 
 
 async def give_up(agent: CaseAgent) -> None:
     messages = [agent.user(_QUESTION)]
-    await agent.give_up(WireRequest(messages=messages), after_s=0.05)
-    await asyncio.sleep(0.3)
+    await agent.give_up(WireRequest(messages=messages), after_s=0.03)
+    await asyncio.sleep(0.15)
+
+
+def check_texts_differ(turns: Sequence[WireReply]) -> None:
+    """Raise a `NotApplicableError` if two turns have one text: nothing says then which one is continued."""
+    texts = {turn.text for turn in turns}
+    if len(texts) < len(turns):
+        raise NotApplicableError("two of the turns have the same text")
 
 
 async def sample_again(agent: CaseAgent) -> None:
     messages = [agent.user(_QUESTION)]
     turns = [await agent.ask(messages), await agent.ask(messages)]
+    check_texts_differ(turns)
     for turn in turns:
         await agent.ask([*messages, turn.message, agent.user(_MORE)])
 
@@ -210,6 +221,7 @@ async def sample_again(agent: CaseAgent) -> None:
 async def sample_several(agent: CaseAgent) -> None:
     messages = [agent.user(_QUESTION)]
     turns = await agent.ask_all(messages, n=3)
+    check_texts_differ(turns)
     await agent.ask([*messages, turns[1].message, agent.user(_MORE)])
 
 
@@ -469,7 +481,7 @@ def list_cases() -> list[Case]:
             script=[_FIRST, _SECOND],
             drive=give_up_and_retry,
             parents=[-1, 0],
-            delay_s=0.15,
+            delay_s=0.1,
             is_scripted=True,
         ),
         Case(
@@ -479,7 +491,7 @@ def list_cases() -> list[Case]:
             drive=give_up,
             parents=[-1],
             undelivered=[0],
-            delay_s=0.15,
+            delay_s=0.1,
             is_scripted=True,
         ),
         Case(

@@ -1,8 +1,7 @@
 """Runs cases on this package's endpoint, or on another."""
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -81,18 +80,20 @@ class ScriptedEndpoint:
     async def run(self, case: Case, *, dialect: str, template: str) -> CaseResult:
         """Run one case."""
         try:
-            async with self._open_agent(case, dialect, template) as agent:
-                await _drive(case, agent)
+            await self.run_session(case, dialect=dialect, template=template)
         except NotApplicableError as error:
             return _make_result(case, dialect, template, "-", error)
         except MismatchError as error:
             return _make_result(case, dialect, template, "FAIL", error)
         return CaseResult(case=case.name, dialect=dialect, template=template, outcome="ok")
 
-    @asynccontextmanager
-    async def _open_agent(
-        self, case: Case, dialect: str, template: str
-    ) -> AsyncGenerator[CaseAgent]:
+    async def run_session(self, case: Case, *, dialect: str, template: str) -> Session:
+        """Run one case, and return its session.
+
+        Raises:
+            MismatchError: the endpoint does not do what the case expects.
+            NotApplicableError: the chat template cannot write or render what the case has.
+        """
         encoder, facts = _load_template(template)
         if dialect != "completions":
             _check_needs(case, facts)
@@ -106,17 +107,19 @@ class ScriptedEndpoint:
             history=case.history,
         )
         self._server.open(session)
+        agent = CaseAgent(
+            self._http,
+            url=self._server.url,
+            key=session.key,
+            client=CLIENTS[dialect],
+            engine=engine,
+            script=case.script,
+        )
         try:
-            yield CaseAgent(
-                self._http,
-                url=self._server.url,
-                key=session.key,
-                client=CLIENTS[dialect],
-                engine=engine,
-                script=case.script,
-            )
+            await _drive(case, agent)
         finally:
             self._server.release(session)
+        return session
 
 
 class RemoteEndpoint:

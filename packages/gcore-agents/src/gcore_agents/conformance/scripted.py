@@ -66,14 +66,21 @@ def _render_turn(encoder: ChatEncoder, turn: ModelTurn) -> str:
         return whole[len(prompt) :]
     opened = encoder.opened_thought
     if not opened:
-        return whole[count_common(prompt, whole) :]
+        return _drop_prompt(encoder, prompt, whole)
     # The template leaves the reasoning out, or the mark that its prompt opens.
     message.pop("reasoning_content", None)
     whole = encoder.render([_QUESTION, message], tools=tools, prompt=False)
     close = opened.replace("<", "</", 1)
-    answer = whole[count_common(prompt, whole) :]
+    answer = _drop_prompt(encoder, prompt, whole)
     answer = answer.rpartition(close)[2].lstrip()
     return f"{turn.reasoning}\n{close}\n\n{answer}"
+
+
+def _drop_prompt(encoder: ChatEncoder, prompt: str, whole: str) -> str:
+    """Return a text without what it starts with as a prompt does; marks are not cut in pieces."""
+    tokens = encoder.encode(whole)
+    num_common = count_common(encoder.encode(prompt), tokens)
+    return encoder.turn_text(tokens[num_common:], is_ended=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
+from gcore_agents.conformance.cases import check_texts_differ
 from gcore_agents.conformance.errors import MismatchError, NotApplicableError
 from gcore_agents.conformance.turns import ModelTurn
 from gcore_agents.conformance.wire.client import WireReply, WireRequest
@@ -35,12 +36,14 @@ async def change_token(agent: CaseAgent) -> None:
 
 async def sample_again(agent: CaseAgent) -> None:
     turns = [await _ask(agent), await _ask(agent)]
+    check_texts_differ(turns)
     for turn in turns:
         await agent.send(WireRequest(prompt=_path(turn) + _prompt(turn)[:3]))
 
 
 async def sample_several(agent: CaseAgent) -> None:
     turns = await agent.send(WireRequest(prompt=_text(agent), n=3))
+    check_texts_differ(turns)
     await agent.send(WireRequest(prompt=_path(turns[1]) + _prompt(turns[1])[:3]))
 
 

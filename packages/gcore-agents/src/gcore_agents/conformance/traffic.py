@@ -21,7 +21,7 @@ _FOLDER = files("gcore_agents.conformance") / "traffic"
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """A call of a client.
+    """A call of a client, as it wrote it.
 
     Example:
         >>> call = RecordedCall(path="/v1/responses", body={"previous_response_id": "@0:response"})
@@ -45,7 +45,7 @@ def _read_case(file_name: str) -> Case:
     calls = [RecordedCall(**call) for call in record["calls"]]
     return Case(
         name=f"sdk-{file_name.removesuffix('.json')}",
-        summary=f"Traffic of {record['client']} is one path.",
+        summary=f"Turns in traffic of {record['client']} continue as recorded.",
         script=[read_turn(turn) for turn in record["script"]],
         drive=partial(_play, calls),
         parents=record["parents"],
@@ -66,7 +66,7 @@ def read_turn(fields: Mapping[str, Any]) -> ModelTurn:
 async def _play(calls: Sequence[RecordedCall], agent: CaseAgent) -> None:
     ids: dict[str, str] = {}
     for number, call in enumerate(calls):
-        body = replace_strings(call.body, ids)
+        body = replace_ids(call.body, ids)
         replies = await agent.send_body(call.path, body, stream=call.stream)
         ids |= label_ids(number, replies)
 
@@ -76,12 +76,14 @@ def label_ids(number: int, replies: Sequence[WireReply]) -> dict[str, str]:
     return {f"@{number}:{label}": value for label, value in replies[0].ids.items() if value}
 
 
-def replace_strings(value: Any, replacements: Mapping[str, str]) -> Any:
-    """Return a value of JSON in which each string that is a key is replaced."""
+def replace_ids(value: Any, replacements: Mapping[str, str]) -> Any:
+    """Return a value of JSON in which ids are replaced, also within texts."""
     if isinstance(value, str):
-        return replacements.get(value, value)
+        for old in sorted(replacements, key=len, reverse=True):
+            value = value.replace(old, replacements[old])
+        return value
     if isinstance(value, Mapping):
-        return {name: replace_strings(entry, replacements) for name, entry in value.items()}
+        return {name: replace_ids(entry, replacements) for name, entry in value.items()}
     if isinstance(value, list):
-        return [replace_strings(entry, replacements) for entry in value]
+        return [replace_ids(entry, replacements) for entry in value]
     return value

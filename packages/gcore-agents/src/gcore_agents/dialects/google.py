@@ -1,7 +1,7 @@
 """Google's generateContent."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gcore_agents.calls import ChatCall, ChatReply
@@ -76,8 +76,8 @@ class GoogleDialect(Dialect):
         objects = fields.read_objects("contents")
         if not objects:
             fields.fail("contents", "one or more contents")
-        for content in objects:
-            messages.extend(_read_content(_rename(content)))
+        for content in _join_turns(map(_rename, objects)):
+            messages.extend(_read_content(content))
         thinking = _read_object(config, "thinkingConfig")
         return ChatCall(
             messages=join_system(name_results(messages)),
@@ -106,11 +106,11 @@ class GoogleDialect(Dialect):
         head = _write_head(replies)
         for index, reply in enumerate(replies):
             # The end is in the chunk of the last part: some clients take a chunk without text for a fault.
-            *parts, last_part = _split_parts(_write_parts(call, reply))
-            for part in parts:
-                content = {"role": "model", "parts": [part]}
+            *chunks, last_chunk = _split_parts(_write_parts(call, reply))
+            for parts in chunks:
+                content = {"role": "model", "parts": parts}
                 yield write_event({"candidates": [{"content": content, "index": index}], **head})
-            candidate = _write_candidate(index, [last_part], reply)
+            candidate = _write_candidate(index, last_chunk, reply)
             yield write_event({"candidates": [candidate], **head, **_write_usage(replies)})
 
     @classmethod
@@ -186,6 +186,30 @@ def _to_json_schema(schema: Any) -> Any:
         is_type = name == "type" and isinstance(value, str)
         converted[name] = value.lower() if is_type else _to_json_schema(value)
     return converted
+
+
+def _join_turns(contents: Iterable[JsonFields]) -> list[JsonFields]:
+    """Return contents in which those of the model in a row are one.
+
+    Google's SDK sends back one for each chunk of a stream, and that of a call twice if the chunk has nothing else.
+    """
+    joined: list[JsonFields] = []
+    for content in contents:
+        last = joined[-1] if joined else None
+        if (
+            last is None
+            or content.values.get("role") != "model"
+            or last.values.get("role") != "model"
+        ):
+            joined.append(content)
+            continue
+        parts = list(last.read_list("parts"))
+        for part in content.read_list("parts"):
+            is_call = isinstance(part, dict) and ("functionCall" in part or "function_call" in part)
+            if not is_call or part not in parts:
+                parts.append(part)
+        joined[-1] = JsonFields({**last.values, "parts": parts}, last.path)
+    return joined
 
 
 def _read_content(fields: JsonFields) -> list[dict[str, Any]]:
@@ -299,11 +323,14 @@ def _write_parts(call: ChatCall, reply: ChatReply) -> list[dict[str, Any]]:
     return parts
 
 
-def _split_parts(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield parts with their texts in pieces."""
+def _split_parts(parts: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the parts of chunks: texts in pieces, and then all calls, of which Google's SDK runs one chunk's alone."""
+    calls: list[dict[str, Any]] = []
     for part in parts:
-        if not part.get("text"):
-            yield part
+        if "functionCall" in part:
+            calls.append(part)
             continue
-        for piece in split_text(part["text"]):
-            yield {**part, "text": piece}
+        for piece in split_text(part["text"]) or [""]:
+            yield [{**part, "text": piece}]
+    if calls:
+        yield calls

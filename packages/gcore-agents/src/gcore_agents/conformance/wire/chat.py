@@ -9,6 +9,7 @@ from gcore_agents.conformance.wire.client import (
     WireRequest,
     WriteStyle,
     label_calls,
+    label_reply,
     make_call,
     make_message,
 )
@@ -49,7 +50,7 @@ class ChatClient(WireClient):
     def read_reply(self, body: Mapping[str, Any]) -> list[WireReply]:
         usage = body.get("usage") or {}
         replies: list[WireReply] = []
-        for choice in body["choices"]:
+        for number, choice in enumerate(body["choices"]):
             message = choice["message"]
             calls: list[dict[str, Any]] = []
             for call in message.get("tool_calls") or ():
@@ -64,7 +65,7 @@ class ChatClient(WireClient):
                     completion_tokens=usage.get("completion_tokens", 0),
                     prompt_ids=read_ids(body, "prompt_token_ids"),
                     token_ids=read_ids(choice, "token_ids"),
-                    ids={"response": body["id"], **label_calls(calls)},
+                    ids=label_reply(body["id"], number) | label_calls(calls),
                 )
             )
         return replies

@@ -161,3 +161,8 @@ def make_message(text: str, reasoning: str, calls: Sequence[Mapping[str, Any]]) 
 def label_calls(calls: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the ids of calls by their labels."""
     return {f"call:{number}": call["id"] for number, call in enumerate(calls)}
+
+
+def label_reply(response_id: str, number: int) -> dict[str, str]:
+    """Return the id of a reply by its label; of several turns it names the first."""
+    return {} if number else {"response": response_id}

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gcore_agents.conformance.wire.chat import read_ids
-from gcore_agents.conformance.wire.client import WireClient, WireReply, WireRequest, make_message
+from gcore_agents.conformance.wire.client import (
+    WireClient,
+    WireReply,
+    WireRequest,
+    label_reply,
+    make_message,
+)
 
 
 class CompletionsClient(WireClient):
@@ -38,7 +44,7 @@ class CompletionsClient(WireClient):
     def read_reply(self, body: Mapping[str, Any]) -> list[WireReply]:
         usage = body.get("usage") or {}
         replies: list[WireReply] = []
-        for choice in body["choices"]:
+        for number, choice in enumerate(body["choices"]):
             reply = WireReply(
                 message=make_message(choice["text"], "", ()),
                 finish_reason=choice["finish_reason"],
@@ -46,7 +52,7 @@ class CompletionsClient(WireClient):
                 completion_tokens=usage.get("completion_tokens", 0),
                 prompt_ids=read_ids(choice, "prompt_token_ids"),
                 token_ids=read_ids(choice, "token_ids"),
-                ids={"response": body["id"]},
+                ids=label_reply(body["id"], number),
             )
             replies.append(reply)
         return replies

@@ -9,6 +9,7 @@ from gcore_agents.conformance.wire.client import (
     WireRequest,
     WriteStyle,
     label_calls,
+    label_reply,
     make_call,
     make_message,
 )
@@ -55,7 +56,7 @@ class GoogleClient(WireClient):
     def read_reply(self, body: Mapping[str, Any]) -> list[WireReply]:
         usage = body.get("usageMetadata") or {}
         replies: list[WireReply] = []
-        for candidate in body["candidates"]:
+        for number, candidate in enumerate(body["candidates"]):
             text = ""
             reasoning = ""
             calls: list[dict[str, Any]] = []
@@ -76,7 +77,7 @@ class GoogleClient(WireClient):
                     finish_reason=finish_reason,
                     prompt_tokens=usage.get("promptTokenCount", 0),
                     completion_tokens=usage.get("candidatesTokenCount", 0),
-                    ids={"response": body.get("responseId", ""), **label_calls(calls)},
+                    ids=label_reply(body.get("responseId", ""), number) | label_calls(calls),
                 )
             )
         return replies
