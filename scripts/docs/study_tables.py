@@ -1,6 +1,6 @@
 """Tables of docs/reference/open-questions.md, from the figures of `gcore-bench placement`.
 
-``gcore-bench placement --parts sweep study --json figures.json`` writes the figures; ``uv run python
+``gcore-bench placement --parts study --json figures.json`` writes the figures; ``uv run python
 scripts/docs/study_tables.py figures.json`` then replaces the table, and the aim after it, under each comment
 ``<!-- table: TITLE -->`` of the page. Tables without figures in the file stay as they are.
 """

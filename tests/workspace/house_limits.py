@@ -49,7 +49,7 @@ DENSITY: dict[str, float] = {
     "classes": 823.0,
     "protocols and ABCs": 36.0,
     "public names": 500.0,
-    "nodes of gcore-bench": 20800,
+    "nodes of gcore-bench": 20000,
     "nodes of apps in 100": 37.4,
     "repeated class names": 0.0,
 }

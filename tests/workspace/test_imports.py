@@ -38,7 +38,6 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/trainer.py",
         "apps/gcore-bench/src/gcore_bench/controller.py",
     ],
-    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt_libraries.py"],
     "sglang": [],
     "diffusers": [
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",
@@ -76,7 +75,6 @@ FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
 DISTRIBUTED_AS = {
-    "orbax": "orbax-checkpoint",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "PIL": "pillow",

@@ -22,7 +22,7 @@ def make_run(contender: str, number: int, **rows: dict[str, float]) -> Run:
 RUNS = [
     make_run(LIMITS, 1, buffered={"durable": 4.0, "load_cold": 2.0}, direct={"durable": 1.0}),
     make_run("gcore", 1, gcore={"stall": 0.5, "durable": 2.0, "load_cold": 3.0}),
-    Run(part="ckpt", contender="orbax", round=1, load=1.0, failure="ImportError: no orbax"),
+    Run(part="ckpt", contender="dcp", round=1, load=1.0, failure="ImportError: no dcp"),
     make_run(LIMITS, 2, buffered={"durable": 6.0, "load_cold": 4.0}, direct={"durable": 3.0}),
     make_run("gcore", 2, gcore={"stall": 1.5, "durable": 4.0, "load_cold": 6.0}),
 ]
@@ -40,7 +40,7 @@ def test_ratios_are_taken_to_the_fastest_limit() -> None:
     gcore = {"stall": 1.0, "durable": 3.0, "load_cold": 4.5}
     assert rows["gcore"] == gcore | {"durable_ratio": 1.5, "load_cold_ratio": 1.5}
     assert (rows["buffered"]["durable"], rows["direct"]["durable"]) == (5.0, 2.0)
-    assert lines == ["orbax failed: ImportError: no orbax"]
+    assert lines == ["dcp failed: ImportError: no dcp"]
 
 
 def test_aims_are_judged_where_there_are_figures() -> None:

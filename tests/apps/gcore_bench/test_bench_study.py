@@ -9,20 +9,20 @@ import pytest
 import study_tables
 
 from gcore_bench.harness.report import Row
+from gcore_bench.placement import study
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.simulations import study, sweep
-from gcore_bench.placement.simulations.study import (
+from gcore_bench.placement.study import (
     check_idle_aim,
     compare_all,
     list_broken_conditions,
     list_drifts,
+    run_all,
     with_judge_error,
 )
-from gcore_bench.placement.simulations.tasks import run_all
 from gcore_bench.placement.tables import format_rows
 from gcore_placement import Comparison, DynamicPartitionConfig, compare
 from gcore_placement.simulation import scenarios
-from gcore_placement.simulation.scenarios import FAMILY, JOBS, scenario
+from gcore_placement.simulation.scenarios import JOBS, scenario
 
 
 @pytest.fixture(autouse=True)
@@ -54,36 +54,6 @@ def test_the_study_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(broken.rows) == 7
 
 
-def test_the_sweep_compares_every_load_with_the_best_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "FAMILY", {name: FAMILY[name] for name in ("square_4", "no_change")})
-    messages: list[str] = []
-    (table,) = sweep.run(PlacementOptions(quick=True), messages.append)
-    assert messages == ["sweep: 2 runs under dynamic, seed 1"]
-    assert [(row["devices"], row["trace"]) for row in table.rows] == [
-        (37, "square_4"),
-        (37, "no_change"),
-    ]
-    row = sweep.compare_with_split(37, "square_4", 8)
-    simulator = scenario("square_4", "7B", 37, num_steps=8, seed=1)
-    loss = (
-        simulator.dynamic().seconds
-        / min(simulator.split(p).seconds for p in simulator.space.partitions)
-        - 1
-    )
-    assert row["loss_percent"] == pytest.approx(100 * loss)
-
-
-def test_the_aim_of_the_sweep_names_the_worst_trace() -> None:
-    rows = [
-        {"devices": 64, "trace": "coin", "loss_percent": 3.0},
-        {"devices": 64, "trace": "noise", "loss_percent": 2.0},
-    ]
-    assert sweep.check_aim(rows).endswith(
-        "most: +3.0% on coin with 64 devices (not met: coin on 64)"
-    )
-    assert sweep.check_aim(rows[1:]).endswith("most: +2.0% on noise with 64 devices (met)")
-
-
 def test_the_aim_of_idle_devices_counts_the_worst_seed() -> None:
     cases = list_drifts(64, 3, ("judge_swap_back",))
     rows = compare_all(cases, (1, 2), processes=1)
@@ -98,34 +68,33 @@ def test_the_aim_of_idle_devices_counts_the_worst_seed() -> None:
     assert aim.endswith("(met)" if max(points) <= 3 else "(not met: judge_swap_back)")
 
 
-def test_the_page_has_all_tables_that_the_study_and_the_sweep_write(tmp_path: Path) -> None:
+def test_the_page_has_all_tables_that_the_study_writes(tmp_path: Path) -> None:
     page = study_tables.PAGE.read_text()
     drifts = [f"Drift on {devices:,} devices" for devices in study.SIZES]
-    others = ["Wrong costs of the judge", "Conditions broken", "The family"]
+    others = ["Wrong costs of the judge", "Conditions broken"]
     assert sorted(study_tables.list_titles(page)) == sorted([*drifts, *others])
     assert study_tables.update_page(page, {}) == page
-    rows: list[Row] = [
-        {"devices": 37, "trace": "coin", "loss_percent": 1, "sampling_loss_percent": 2, "moves": 3}
-    ]
+    rows: list[Row] = [{"error": 2.0, "corrected": "1.00", "uncorrected": "0.90"}]
     table = {
-        "title": "The family",
-        "columns": sweep.COLUMNS,
+        "title": "Wrong costs of the judge",
+        "columns": study.ERROR_COLUMNS,
         "rows": rows,
         "aims": ["aim: none (met)"],
     }
     (tmp_path / "figures.json").write_text(json.dumps({"parts": [table]}))
     sections = study_tables.read_sections(tmp_path / "figures.json")
     changed = study_tables.update_page(page, sections)
-    head = "| devices | trace | loss % | of generation and rewarding % | moves |\n| --- | --- | --- | --- | --- |\n"
-    cells = "| 37 | coin | +1.0 | +2.0 | 3 |\n"
-    assert f"<!-- table: The family -->\n\n{head}{cells}\naim: none (met)\n" in changed
+    head = "| believed / true | split / dynamic, corrected | split / dynamic, not corrected |\n"
+    cells = "| --- | --- | --- |\n| 2 | 1.00 | 0.90 |\n"
+    title = "<!-- table: Wrong costs of the judge -->"
+    assert f"{title}\n\n{head}{cells}\naim: none (met)\n" in changed
     assert study_tables.update_page(changed, sections) == changed
     assert len(study_tables.list_titles(changed)) == len(study_tables.list_titles(page))
 
 
 def test_the_page_has_the_columns_of_the_study() -> None:
     page = study_tables.PAGE.read_text()
-    for columns in (study.COLUMNS, study.ERROR_COLUMNS, sweep.COLUMNS):
+    for columns in (study.COLUMNS, study.ERROR_COLUMNS):
         assert f"| {' | '.join(columns)} |" in page
 
 

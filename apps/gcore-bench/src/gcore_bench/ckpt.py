@@ -36,9 +36,7 @@ from gcore_bench.harness.report import (
 if TYPE_CHECKING:
     import torch
 
-ContenderName = Literal[
-    "gcore", "dcp", "dcp-async", "torch.save", "safetensors", "orbax", "tensorstore"
-]
+ContenderName = Literal["gcore", "dcp", "dcp-async", "torch.save", "safetensors"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMITS = "limits"
@@ -52,8 +50,6 @@ _POLL_S = 0.2
 """Reading the memory of gigabytes takes some ten milliseconds."""
 _ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1",
-    "JAX_PLATFORMS": "cpu",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
     "PYTHONWARNINGS": "ignore",
 }
 _WIDTH = 1024

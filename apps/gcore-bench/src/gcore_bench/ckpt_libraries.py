@@ -9,15 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
-import numpy as np
-
 if TYPE_CHECKING:
     import torch
 
 State = dict[str, "torch.Tensor"]
-_Array = np.ndarray[Any, np.dtype[Any]]
-_MAX_CHUNK_BYTES = 64 << 20
 
 
 class Library(ABC):
@@ -170,104 +165,10 @@ class DcpAsyncLibrary(DcpLibrary):
         self._stager.close()
 
 
-class OrbaxLibrary(Library):
-    """Orbax's asynchronous checkpointer on numpy arrays, which it copies before it returns, as uncompressed zarr3."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        import orbax.checkpoint
-
-        self._ocp: Any = orbax.checkpoint
-        handler = self._ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
-        self._checkpointer = self._ocp.AsyncCheckpointer(handler)
-
-    def save(self, path: Path, state: State, /) -> Callable[[], object]:
-        arrays = {name: _to_array(tensor) for name, tensor in state.items()}
-        self._checkpointer.save(path, args=self._ocp.args.PyTreeSave(arrays))
-        return self._checkpointer.wait_until_finished
-
-    def load(self, path: Path, like: State, /) -> State:
-        types = dict.fromkeys(like, self._ocp.RestoreArgs(restore_type=np.ndarray))
-        arrays = self._checkpointer.restore(
-            path, args=self._ocp.args.PyTreeRestore(restore_args=types)
-        )
-        return {name: _to_tensor(array) for name, array in arrays.items()}
-
-    def find_unsynced(self, path: Path, /) -> list[Path]:
-        # It writes these itself; tensorstore syncs those with the data.
-        return [*path.glob("_*METADATA"), path, path.parent]
-
-    def close(self) -> None:
-        self._checkpointer.close()
-
-
-class TensorstoreLibrary(Library):
-    """tensorstore: an uncompressed zarr3 array for each tensor, in files that it syncs.
-
-    A write completes twice: with the copy, after which the array may change, and with the commit.
-    """
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        import tensorstore
-
-        self._ts: Any = tensorstore
-        self._context = self._ts.Context(
-            {"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}}
-        )
-
-    def save(self, path: Path, state: State, /) -> Callable[[], object]:
-        stores: list[Any] = []
-        arrays = [_to_array(tensor) for tensor in state.values()]
-        for name, array in zip(state, arrays, strict=True):
-            rows = max(1, _MAX_CHUNK_BYTES // (array.nbytes // array.shape[0]))
-            chunk_shape = [min(rows, array.shape[0]), *array.shape[1:]]
-            metadata = {
-                "shape": list(array.shape),
-                "data_type": array.dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
-                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            }
-            stores.append(self._open(path / name, metadata=metadata))
-        writes = [store.result().write(array) for store, array in zip(stores, arrays, strict=True)]
-        for write in writes:
-            write.copy.result()
-        return lambda: [write.commit.result() for write in writes]
-
-    def load(self, path: Path, like: State, /) -> State:
-        stores = {name: self._open(path / name) for name in like}
-        reads = {name: store.result().read() for name, store in stores.items()}
-        return {name: _to_tensor(read.result()) for name, read in reads.items()}
-
-    def _open(self, path: Path, **metadata: Any) -> Any:
-        """Open an array, or create it if it is given metadata."""
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, **metadata}
-        return self._ts.open(spec, create=bool(metadata), open=not metadata, context=self._context)
-
-
 LIBRARIES: dict[str, Callable[[Path], Library]] = {
     "gcore": GcoreLibrary,
     "dcp": DcpLibrary,
     "dcp-async": DcpAsyncLibrary,
     "torch.save": TorchSaveLibrary,
     "safetensors": SafetensorsLibrary,
-    "orbax": OrbaxLibrary,
-    "tensorstore": TensorstoreLibrary,
 }
-
-
-def _to_array(tensor: "torch.Tensor") -> _Array:
-    """View a tensor as an array; bfloat16, which numpy lacks, is the dtype of ml_dtypes."""
-    import torch
-
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-def _to_tensor(array: _Array) -> "torch.Tensor":
-    import torch
-
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

@@ -13,7 +13,7 @@ from gcore_runs.command_line import ends_with_its_reader, print_completion, prin
 
 _BENCHES = {
     "grpo": "GRPO steps under gcore and TRL's GRPOTrainer: the same task, model, batch and step count",
-    "ckpt": "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
+    "ckpt": "saves and loads of one state under gcore-ckpt, DCP and others, against memory and disk",
     "trainer": "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
     "rollout": "generation and new weights under gcore-rollout, bare vLLM, transformers and a copy in memory",
     "controller": "large payloads under gcore-controller and verl's single driver",

@@ -103,7 +103,7 @@ def run(options: DataOptions, console: Console) -> None:
     """Measure and print the parts of ``options``, and write their figures."""
     options = options.resize_if_quick()
     with BenchSession(options, console, notes=[_NOTE]) as session:
-        for part in dict.fromkeys(options.parts):
+        for part in options.parts:
             rounds = Rounds(part, options.rounds, say=session.say)
             _write_files(part, options, session.folder)
             for turn in rounds.turns(_CONTENDERS[part]):

@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from gcore_bench.harness.report import (
     NonNegative,
     QuickOptions,
     Rounds,
-    paired_ratio,
+    add_ratios,
     plain,
 )
 from gcore_rollout import Engine, Request, SamplingParams, engine_kind
@@ -140,7 +141,7 @@ def run(options: RolloutOptions, console: Console) -> None:
     options = options.resize_if_quick()
     notes = [_NOTES[part] for part in options.parts]
     with BenchSession(options, console, notes=notes) as session, stderr_to(session.folder / "log"):
-        for part in dict.fromkeys(options.parts):
+        for part in options.parts:
             rounds = Rounds(part, options.rounds, say=session.say)
             if part == "generation":
                 measure_generation(options, session.folder, rounds)
@@ -151,8 +152,8 @@ def run(options: RolloutOptions, console: Console) -> None:
                 base = base_of(name) if part == "generation" else MEMCPY
                 if base != name:
                     row["base"] = base
-                    for metric in ("wall_s", "tokens_per_s", "cpu_s"):
-                        row[f"{metric}_ratio"] = paired_ratio(rounds.runs, name, base, metric)
+                    metrics = ("wall_s", "tokens_per_s", "cpu_s")
+                    add_ratios({name: row}, rounds.runs, base, *metrics)
             session.report(part, _COLUMNS[part], rows, rounds.runs)
 
 
@@ -402,10 +403,6 @@ def _make_transformers(folder: Path) -> Generate:
     return generate
 
 
-def _clone(state: Mapping[str, "torch.Tensor"]) -> State:
-    return {name: tensor.clone() for name, tensor in state.items()}
-
-
 def _copy(target: State, state: State) -> None:
     for name, tensor in state.items():
         target[name].copy_(tensor)
@@ -418,7 +415,7 @@ class WeightSink:
         from gcore_rollout.weight_sync.updates import WeightMirror
 
         self.weight_version = 0
-        self.weights = _clone(state)
+        self.weights = deepcopy(state)
         self.mirror = WeightMirror(cast(Engine, self), state.items())
 
     async def update_weights(
@@ -451,7 +448,7 @@ async def measure_sync(options: RolloutOptions, rounds: Rounds) -> None:
 
     state = {f"layers.{number}.weight": draw(_ROWS, _WIDTH) for number in range(options.sync_mb)}
     sink = WeightSink(state)
-    target = _clone(state)
+    target = deepcopy(state)
     size_bytes = sum(tensor.nbytes for tensor in state.values())
     for version, turn in enumerate(rounds.turns((MEMCPY, "full", *_DELTAS, "adapters")), start=1):
         name = turn.contender

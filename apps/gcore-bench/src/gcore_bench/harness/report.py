@@ -35,7 +35,6 @@ _LIBRARIES = (
     "trl",
     "verl",
     "diffusers",
-    "orbax-checkpoint",
 )
 
 

@@ -9,10 +9,9 @@ from dataclasses import asdict
 from rich.console import Console
 
 from gcore_bench.harness.report import BenchSession
-from gcore_bench.placement import balancer, live, planner
+from gcore_bench.placement import balancer, live, planner, study
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.oracles import part as oracles
-from gcore_bench.placement.simulations import study, sweep
 from gcore_bench.placement.tables import render_table
 
 PARTS = {
@@ -21,7 +20,6 @@ PARTS = {
     "oracles": oracles.run,
     "live": live.run,
     "study": study.run,
-    "sweep": sweep.run,
 }
 """Map each part's name to the function that runs it: from the options, and a function that prints a line, to tables."""
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from gcore_bench.harness.report import NonNegative, QuickOptions
 
-PartName = Literal["balancer", "planner", "oracles", "live", "study", "sweep"]
+PartName = Literal["balancer", "planner", "oracles", "live", "study"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class PlacementOptions(QuickOptions):
     """balancer: sequences over ranks, by simulated work, compared with verl and random; planner: seconds and memory of
     small runs, predicted by laws fitted to others; oracles: steps that other systems have published, predicted; live:
     runs on Ray whose load drifts, under each placement; study: simulations that answer the open questions of
-    gcore-placement's docs; sweep: simulations of loads that swing, jump, drift and are noisy."""
+    gcore-placement's docs."""
     seed: NonNegative = 0
     """Seed of the lengths of sequences and of the weights of models."""
 

@@ -3,15 +3,18 @@
 The answers are in docs/reference/open-questions.md.
 """
 
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import call
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gcore_bench.harness.report import Row, verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.simulations.tasks import count_processes, run_all
 from gcore_bench.placement.tables import FigureTable, format_range
 from gcore_placement import (
     Comparison,
@@ -35,9 +38,9 @@ from gcore_placement.simulation.scenarios import (
 
 AIM_IDLE = 3.0
 """Most percentage points of all device-seconds by which dynamic should idle more than the clairvoyant."""
-SIZES = {64: None, 512: None, 10_000: 30}
+SIZES: dict[int, int | None] = {64: None, 512: None, 10_000: 30}
 """Devices of the drift study, and the steps of each trace; None: as many as the trace has."""
-QUICK_SIZES = {64: 2}
+QUICK_SIZES: dict[int, int | None] = {64: 2}
 TRACES = (*SCENARIOS, *PUBLISHED)
 ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Believed costs of the judge, over its true costs."""
@@ -82,10 +85,14 @@ Cases: TypeAlias = list[tuple[str, MakeSimulator]]
 
 def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
     """Simulate drifting loads, wrong costs of the judge, and the scheme with each of its conditions broken."""
-    processes = count_processes(options)
-    few_steps = 2 if options.quick else FEW_STEPS
+    processes = os.cpu_count() or 1
+    few_steps = FEW_STEPS
+    sizes = SIZES
+    if options.quick:
+        processes = 1
+        few_steps = 2
+        sizes = QUICK_SIZES
     tables: list[FigureTable] = []
-    sizes = QUICK_SIZES if options.quick else SIZES
     for num_devices, num_steps in sizes.items():
         rows = compare_all(list_drifts(num_devices, num_steps), SEEDS, processes)
         title = f"Drift on {num_devices:,} devices"
@@ -236,3 +243,12 @@ def _measure_gains(errors: Sequence[float], num_steps: int, seed: int) -> list[t
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
     """Return costs whose judge takes ``error`` times as long."""
     return replace(costs, reward=times(costs.reward, error))
+
+
+def run_all(tasks: Sequence[Callable[[], Any]], *, processes: int) -> list[Any]:
+    """Call independent tasks in so many processes, or in this one if 1."""
+    if processes == 1:
+        return [task() for task in tasks]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        # The last tasks are the largest.
+        return list(pool.map(call, reversed(tasks)))[::-1]

@@ -1,1 +1,0 @@
-"""Simulations of placement: the study, and the sweep of loads that change."""
