@@ -24,9 +24,9 @@ from gcore_agents import (
     choose_trained,
     collect_tokens,
 )
-from gcore_agents.conformance import command
 from gcore_agents.conformance.case import Case
 from gcore_agents.conformance.cases import list_cases
+from gcore_agents.conformance.cli import command
 from gcore_agents.conformance.runner import (
     CLIENTS,
     CaseResult,

@@ -467,7 +467,7 @@ async def test_rewards_and_the_end_of_a_session(connect: Connect) -> None:
     ]:
         answer = await client.call("/session/reward", wrong)
         assert (answer[0], answer[1]["error"]["param"]) == (status, field)
-    _, state, _ = await client.call("/session", method="GET")
+    _, state, _ = await client.call("/v1/session", method="GET")
     assert (state["state"], state["calls"], state["tokens"]) == ("open", 1, 3)
     assert (await client.call("/session/close", {"status": "won"}))[0] == 400
     _, state, _ = await client.call("/session/close", {"status": "failed"})

@@ -152,10 +152,10 @@ class AgentServer:
         for prefix in ("", "/s/{key}"):
             for version in ("/v1", ""):
                 self._add_api_routes(router, prefix + version)
+                self._add_session_routes(router, prefix + version)
             for version in _GOOGLE_VERSIONS:
                 path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
                 router.add_post(path, self._answer_google)
-            self._add_session_routes(router, prefix)
 
     def _add_api_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         for path, kind in _DIALECTS.items():

@@ -1,15 +1,15 @@
 """The agent of a case: it calls an endpoint, and keeps what the endpoint shows of its trace."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
-from gcore_agents.conformance.errors import MismatchError, NotApplicableError
+from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
 from gcore_agents.conformance.scripted import EngineCall, ScriptedEngine, check_message
-from gcore_agents.conformance.trace import Trace, read_nodes
+from gcore_agents.conformance.trace import EndpointTrace, read_nodes
 from gcore_agents.conformance.turns import ModelTurn
 from gcore_agents.conformance.wire.client import (
     WireClient,
@@ -21,6 +21,7 @@ from gcore_agents.graph import Message
 
 _MAX_SHOWN = 300
 _TIMEOUT_S = 600.0
+ReadGraph: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class CaseAgent:
@@ -32,6 +33,7 @@ class CaseAgent:
         engine: what answers; None: a model that is not known, whose turns may be any.
         script: what the engine's turns say.
         has_graph: whether the endpoint shows the graph of a session.
+        read_graph: returns the graph in the form of ``GET /session/graph?tokens=1``; None: that path is asked.
         nonce: makes conversations of several cases on one session different.
 
     Example:
@@ -50,17 +52,19 @@ class CaseAgent:
         engine: ScriptedEngine | None = None,
         script: Sequence[ModelTurn] = (),
         has_graph: bool = True,
+        read_graph: ReadGraph | None = None,
         model: str = "policy",
         nonce: str = "",
     ) -> None:
         self.client = client
         self.engine = engine
-        self.trace = Trace()
+        self.trace = EndpointTrace()
         self._http = http
         self._url = url
         self._headers = {"Authorization": f"Bearer {key}"}
         self._script = script
         self._has_graph = has_graph
+        self._read_graph = read_graph
         self._replies: list[WireReply] = []
         self._asks_reasoning = True
         """Whether calls ask for reasoning, which some dialects show only then."""
@@ -69,7 +73,7 @@ class CaseAgent:
 
     @property
     def is_scripted(self) -> bool:
-        """Whether the turns are those of the script."""
+        """True if the turns are those of the script."""
         return self.engine is not None
 
     def user(self, text: str) -> dict[str, Any]:
@@ -186,7 +190,7 @@ class CaseAgent:
         fault = f"the reply is {dict(reply.message)} with finish reason {reply.finish_reason!r}; expected {expected}"
         if self.is_scripted:
             raise MismatchError(fault[:_MAX_SHOWN])
-        raise NotApplicableError(fault[:_MAX_SHOWN])
+        raise CaseNotApplicableError(fault[:_MAX_SHOWN])
 
     def expect_calls(self, reply: WireReply, count: int) -> None:
         """Raise an error if a reply has another number of calls."""
@@ -213,12 +217,12 @@ class CaseAgent:
                 )
             if not is_whole or reply.finish_reason == "length":
                 continue
-            turn = self._script[num_calls + number]
+            turn = self._script[min(num_calls + number, len(self._script) - 1)]
             if "reasoning_content" not in reply.message and not self._asks_reasoning:
                 turn = replace(turn, reasoning="")
             try:
                 check_message(reply.message, turn)
-            except NotApplicableError as error:
+            except CaseNotApplicableError as error:
                 raise MismatchError(
                     f"turn {num_calls + number} as the client got it: {error}"
                 ) from error
@@ -226,7 +230,7 @@ class CaseAgent:
     def _add_calls(self, replies: Sequence[WireReply]) -> None:
         for reply in replies:
             if reply.prompt_ids is None or reply.token_ids is None:
-                raise NotApplicableError(
+                raise CaseNotApplicableError(
                     "replies have no prompt_token_ids and token_ids, and there is no graph of the session"
                 )
             call = EngineCall(prompt_ids=reply.prompt_ids, token_ids=reply.token_ids)
@@ -255,7 +259,9 @@ class CaseAgent:
                     f"{len(turn.prompt_ids)}"
                 )
 
-    async def _get_graph(self) -> dict[str, Any]:
+    async def _get_graph(self) -> Mapping[str, Any]:
+        if self._read_graph is not None:
+            return await self._read_graph()
         async with self._http.get(
             f"{self._url}/session/graph?tokens=1", headers=self._headers
         ) as response:

@@ -1,4 +1,4 @@
-"""What a case is."""
+"""Cases of the conformance suite."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Case:
 
     name: str
     summary: str
-    """What has to hold, in a sentence."""
+    """The rule that has to hold, in a sentence."""
     script: Sequence[ModelTurn]
     drive: DriveAgent
     parents: Sequence[int]
@@ -40,11 +40,11 @@ class Case:
     undelivered: Sequence[int] = ()
     """Turns that no client got."""
     needs: frozenset[Need] = frozenset()
-    """What the chat template has to render."""
+    """The parts of conversations that the chat template has to render."""
     delay_s: float = 0.0
-    """Of the engine."""
+    """Seconds that the engine waits before a turn."""
     budget: SessionBudget | None = None
-    """Of the session; None: it is not used up."""
+    """Limits of the session; None: it is not used up."""
     history: History = "sampled"
     is_scripted: bool = False
     """Whether it says nothing about an endpoint whose model or settings are not known."""

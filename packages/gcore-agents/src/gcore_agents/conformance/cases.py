@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
-from gcore_agents.conformance.errors import MismatchError, NotApplicableError
+from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
 from gcore_agents.conformance.turns import TOOLS, FunctionCall, ModelTurn, results, system
 from gcore_agents.conformance.wire.client import WireReply, WireRequest, WriteStyle
 from gcore_agents.session import SessionBudget
@@ -204,10 +204,10 @@ async def give_up(agent: CaseAgent) -> None:
 
 
 def check_texts_differ(turns: Sequence[WireReply]) -> None:
-    """Raise a `NotApplicableError` if two turns have one text: nothing says then which one is continued."""
+    """Raise a `CaseNotApplicableError` if two turns have one text: nothing says then which one is continued."""
     texts = {turn.text for turn in turns}
     if len(texts) < len(turns):
-        raise NotApplicableError("two of the turns have the same text")
+        raise CaseNotApplicableError("two of the turns have the same text")
 
 
 async def sample_again(agent: CaseAgent) -> None:

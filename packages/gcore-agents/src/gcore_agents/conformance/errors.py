@@ -1,4 +1,4 @@
-"""What ends a case before its checks."""
+"""Errors that end a case before its checks."""
 
 from gcore_agents.errors import AgentsError
 
@@ -7,5 +7,5 @@ class MismatchError(AgentsError):
     """An endpoint does not do what a case expects."""
 
 
-class NotApplicableError(AgentsError):
+class CaseNotApplicableError(AgentsError):
     """A case says nothing about this endpoint or chat template."""

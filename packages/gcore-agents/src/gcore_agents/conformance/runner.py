@@ -12,7 +12,7 @@ from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.chat.probe import TemplateFacts, check_template
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
-from gcore_agents.conformance.errors import MismatchError, NotApplicableError
+from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
 from gcore_agents.conformance.scripted import ScriptedEngine, write_turn
 from gcore_agents.conformance.templates import make_encoder, read_template
 from gcore_agents.conformance.wire.anthropic import AnthropicClient
@@ -81,7 +81,7 @@ class ScriptedEndpoint:
         """Run one case."""
         try:
             await self.run_session(case, dialect=dialect, template=template)
-        except NotApplicableError as error:
+        except CaseNotApplicableError as error:
             return _make_result(case, dialect, template, "-", error)
         except MismatchError as error:
             return _make_result(case, dialect, template, "FAIL", error)
@@ -92,7 +92,7 @@ class ScriptedEndpoint:
 
         Raises:
             MismatchError: the endpoint does not do what the case expects.
-            NotApplicableError: the chat template cannot write or render what the case has.
+            CaseNotApplicableError: the chat template cannot write or render what the case has.
         """
         encoder, facts = _load_template(template)
         if dialect != "completions":
@@ -165,9 +165,9 @@ class RemoteEndpoint:
         )
         try:
             if case.is_scripted:
-                raise NotApplicableError("needs a scripted engine")
+                raise CaseNotApplicableError("needs a scripted engine")
             await _drive(case, agent)
-        except NotApplicableError as error:
+        except CaseNotApplicableError as error:
             return _make_result(case, dialect, template, "-", error)
         except (MismatchError, aiohttp.ClientError) as error:
             return _make_result(case, dialect, template, "FAIL", error)
@@ -210,11 +210,11 @@ def _load_template(name: str) -> tuple[ChatEncoder, TemplateFacts]:
 
 
 def _check_needs(case: Case, facts: TemplateFacts) -> None:
-    """Raise a `NotApplicableError` if the template cannot render what a case has."""
+    """Raise a `CaseNotApplicableError` if the template cannot render what a case has."""
     if "system" in case.needs and not facts.takes_system:
-        raise NotApplicableError("the template takes no system message")
+        raise CaseNotApplicableError("the template takes no system message")
     if "results" in case.needs and not facts.renders_tool_results:
-        raise NotApplicableError("the template renders no results of tools")
+        raise CaseNotApplicableError("the template renders no results of tools")
 
 
 def _make_result(

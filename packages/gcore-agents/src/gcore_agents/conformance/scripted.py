@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.chat.tool_calls import count_common
-from gcore_agents.conformance.errors import NotApplicableError
+from gcore_agents.conformance.errors import CaseNotApplicableError
 from gcore_agents.conformance.templates import split_pairs
 from gcore_agents.conformance.turns import TOOLS, ModelTurn
 from gcore_agents.errors import MessageError
@@ -21,13 +21,13 @@ def write_turn(encoder: ChatEncoder, turn: ModelTurn) -> list[int]:
     """Return the tokens of a turn as the policy would sample them, with the one that ends it.
 
     Raises:
-        NotApplicableError: the chat template cannot write such a turn, or what it writes is read as another one.
+        CaseNotApplicableError: the chat template cannot write such a turn, or what it writes is read as another one.
     """
     try:
         text = _render_turn(encoder, turn)
         end = encoder.next([_QUESTION], last_token=encoder.encode("a")[-1], tools=_ANNOUNCED)
     except MessageError as error:
-        raise NotApplicableError(str(error)) from error
+        raise CaseNotApplicableError(str(error)) from error
     tokens = split_pairs(encoder, encoder.encode(text.rstrip()))
     closes_call = encoder.turn_text(tokens[-1:], is_ended=False) == "</tool_call>"
     if not encoder.is_mark(tokens[-1]) or closes_call:
@@ -40,18 +40,18 @@ def write_turn(encoder: ChatEncoder, turn: ModelTurn) -> list[int]:
 
 
 def check_message(message: Message, turn: ModelTurn) -> None:
-    """Raise a `NotApplicableError` if a message is not what a turn says, up to the ids of its calls."""
+    """Raise a `CaseNotApplicableError` if a message is not what a turn says, up to the ids of its calls."""
     expected = turn.message()
     for name in ("content", "reasoning_content"):
         if (message.get(name) or "") != (expected.get(name) or ""):
-            raise NotApplicableError(
+            raise CaseNotApplicableError(
                 f"the template writes a turn whose {name} is read as {message.get(name)!r}; expected "
                 f"{expected.get(name)!r}"
             )
     read = [call["function"] for call in message.get("tool_calls") or ()]
     written = [call["function"] for call in expected.get("tool_calls") or ()]
     if read != written:
-        raise NotApplicableError(
+        raise CaseNotApplicableError(
             f"the template writes calls that are read as {read}; expected {written}"
         )
 

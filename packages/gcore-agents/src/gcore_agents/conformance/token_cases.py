@@ -3,7 +3,7 @@
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
 from gcore_agents.conformance.cases import check_texts_differ
-from gcore_agents.conformance.errors import MismatchError, NotApplicableError
+from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
 from gcore_agents.conformance.turns import ModelTurn
 from gcore_agents.conformance.wire.client import WireReply, WireRequest
 
@@ -78,13 +78,13 @@ async def _ask(agent: CaseAgent, *, stream: bool = False) -> WireReply:
 
 def _prompt(turn: WireReply) -> tuple[int, ...]:
     if turn.prompt_ids is None:
-        raise NotApplicableError("replies have no prompt_token_ids")
+        raise CaseNotApplicableError("replies have no prompt_token_ids")
     return turn.prompt_ids
 
 
 def _path(turn: WireReply) -> tuple[int, ...]:
     if turn.token_ids is None:
-        raise NotApplicableError("replies have no token_ids")
+        raise CaseNotApplicableError("replies have no token_ids")
     return (*_prompt(turn), *turn.token_ids)
 
 

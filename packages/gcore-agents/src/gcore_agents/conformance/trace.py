@@ -1,4 +1,4 @@
-"""What is known of an endpoint's trace, and the checks of it."""
+"""The trace of an endpoint, as far as it shows one, and the checks of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,11 +47,11 @@ def read_nodes(body: Mapping[str, Any]) -> dict[int, TraceNode]:
 
 
 @dataclass(kw_only=True)
-class Trace:
+class EndpointTrace:
     """The turns of a case: what the engine was given and gave, and the graph.
 
     Example:
-        >>> trace = Trace(calls=[EngineCall(prompt_ids=(4, 5), token_ids=(6, 1))])
+        >>> trace = EndpointTrace(calls=[EngineCall(prompt_ids=(4, 5), token_ids=(6, 1))])
         >>> trace.calls.append(EngineCall(prompt_ids=(4, 5, 6, 1, 8), token_ids=(9, 1)))
         >>> trace.check(parents=[-1, 0])
     """

@@ -11,7 +11,7 @@ from gcore_agents.graph import Message
 
 @dataclass(frozen=True, kw_only=True)
 class WriteStyle:
-    """How a client writes back what it got.
+    """The way in which a client writes back what it got.
 
     Example:
         >>> WriteStyle(arguments="spaced").write_arguments({"a": 1, "b": 2}).split()
@@ -49,7 +49,7 @@ class WireRequest:
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     prompt: str | Sequence[int] = ""
-    """Of Completions, in place of messages."""
+    """Prompt of Completions, in place of messages."""
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -75,7 +75,7 @@ class WireReply:
     """stop, length or tool_calls."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Of all turns of the call."""
+    """Totals over all turns of the call."""
     prompt_ids: tuple[int, ...] | None = None
     """None: the endpoint does not show them."""
     token_ids: tuple[int, ...] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gcore_agents.conformance.case import Case
 from gcore_agents.conformance.cases import list_cases
+from gcore_agents.conformance.cli.table import write_failures, write_table
 from gcore_agents.conformance.runner import (
     CLIENTS,
     CaseResult,
@@ -19,7 +20,6 @@ from gcore_agents.conformance.runner import (
     ScriptedEndpoint,
     run_cases,
 )
-from gcore_agents.conformance.table import write_failures, write_table
 from gcore_agents.conformance.templates import (
     list_model_templates,
     list_templates,
