@@ -13,8 +13,8 @@ from tiny_jobs import HOLDING
 from gcore_controller import Sizes
 from gcore_controller.errors import ClusterError
 from gcore_controller.runtimes.ray.cluster import has_capacity, largest
-from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
-from gcore_llm.sections import JudgeConfig, RewardModelConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.sections import JudgeConfig, RewardModelConfig, TrainerConfig
 from gcore_runs import UserError, resolve
 from gcore_runs.settings.sections import RayConfig
 from gcore_trainer import ParallelConfig

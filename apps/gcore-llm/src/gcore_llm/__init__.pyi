@@ -3,7 +3,6 @@ from .config import (
     AlgorithmConfig as AlgorithmConfig,
     RolloutConfig as RolloutConfig,
     TrainConfig as TrainConfig,
-    TrainerConfig as TrainerConfig,
 )
 from .finetune.config import (
     DPORunConfig as DPORunConfig,
@@ -23,6 +22,7 @@ from .sections import (
     RewardCallsConfig as RewardCallsConfig,
     RewardModelConfig as RewardModelConfig,
     TaskConfig as TaskConfig,
+    TrainerConfig as TrainerConfig,
     WarmupConfig as WarmupConfig,
 )
 from .training import train as train

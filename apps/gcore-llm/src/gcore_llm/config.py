@@ -18,6 +18,7 @@ from gcore_llm.sections import (
     RewardCallsConfig,
     RewardModelConfig,
     TaskConfig,
+    TrainerConfig,
     WarmupConfig,
 )
 from gcore_rollout import reward_names
@@ -34,9 +35,7 @@ from gcore_runs import (
     Count,
     Fraction,
     NonNegative,
-    RanksConfig,
     ReadWith,
-    RLTrainerConfig,
     UserError,
     above,
     adapter_settings,
@@ -152,21 +151,6 @@ class AlgorithmConfig(BaseAlgorithmConfig):
             return get_advantage_estimator(self.adv_estimator)
         except ConfigError as error:
             raise UserError(f"algorithm.{error}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig(RanksConfig, RLTrainerConfig):
-    """Settings of training, of the run's length and of its output.
-
-    Example:
-        >>> TrainerConfig(schedule="one_step_off", total_epochs=2.0, num_processes=8).backend
-        'torch'
-    """
-
-    schedule: Literal["sync", "one_step_off", "async"] = "sync"
-    """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
-    by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
-    new weights come in the middle of responses."""
 
 
 def _needs_critic(name: str) -> bool:

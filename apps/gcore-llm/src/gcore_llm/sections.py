@@ -19,6 +19,8 @@ from gcore_runs import (
     Fraction,
     NonNegative,
     Positive,
+    RanksConfig,
+    RLTrainerConfig,
     UserError,
     above,
     at_least,
@@ -216,6 +218,21 @@ class ActorConfig(AdapterConfig, section="actor"):
         if share == "auto" or not share:
             return 1.0
         return float(share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(RanksConfig, RLTrainerConfig):
+    """Settings of training, of the run's length and of its output.
+
+    Example:
+        >>> TrainerConfig(schedule="one_step_off", total_epochs=2.0, num_processes=8).backend
+        'torch'
+    """
+
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
+    by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
+    new weights come in the middle of responses."""
 
 
 @dataclass(frozen=True, kw_only=True)

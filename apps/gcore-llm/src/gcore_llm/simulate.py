@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from gcore_llm.config import TrainConfig, TrainerConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
-from gcore_llm.sections import DataConfig
+from gcore_llm.sections import DataConfig, TrainerConfig
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import (
     Display,

@@ -10,9 +10,8 @@ from gcore_llm.config import (
     AlgorithmConfig,
     RolloutConfig,
     TrainConfig,
-    TrainerConfig,
 )
-from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig
+from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig, TrainerConfig
 from gcore_trainer import OverlongConfig, ParallelConfig, PolicyLossConfig
 
 
