@@ -119,9 +119,7 @@ async def test_controllers_with_models_have_gpus_of_their_own() -> None:
 
 
 async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
-    reserved = SimpleNamespace(
-        cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=300.0
-    )
+    reserved = SimpleNamespace(gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=300.0)
     config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
     engines = RoleActors[Any](
         ["engine", "judge"],

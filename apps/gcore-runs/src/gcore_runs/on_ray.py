@@ -90,10 +90,7 @@ def _connect_to_cluster(config: BaseRLConfig) -> None:
         with translate_refusals(address):
             connect_quietly(address, variables=read_variables(config.ray))
     else:
-        num_cpus = max(
-            os.cpu_count() or 1,
-            round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5),
-        )
+        num_cpus = max(os.cpu_count() or 1, config.sizes.num_reserved)
         connect_quietly("local", num_cpus=num_cpus, include_dashboard=False)
 
 

@@ -342,13 +342,14 @@ class PlacementConfig(Checked, section="placement"):
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig(Checked, section="ray"):
-    """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
+    """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths.
+
+    Each controller, engine and training rank reserves one CPU.
+    """
 
     address: str = ""
     """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token is
     that of RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
-    cpus_per_process: Amount = 1.0
-    """CPUs that each controller, engine and training rank reserves."""
     gpus_per_engine: Amount = 1.0
     """GPUs that each engine, of the policy or a judge, reserves where device is cuda; parts of one may be shared."""
     gpus_per_rank: Amount = 1.0

@@ -152,10 +152,8 @@ class Sizes:
 
 
 class RaySettings(Protocol):
-    """Resources of a Ray cluster that each process of a run reserves."""
+    """Resources of a Ray cluster that each process of a run reserves, besides one CPU."""
 
-    @property
-    def cpus_per_process(self) -> float: ...
     @property
     def gpus_per_engine(self) -> float: ...
     @property

@@ -216,7 +216,7 @@ class RoleActors(Generic[ConfigT]):
         >>> hooks = {"start": Mock(), "end": AsyncMock(), "put_to_sleep": AsyncMock(), "connect": AsyncMock()}
         >>> actors = RoleActors(["engine", "judge"], Mock(), **hooks)
         >>> sizes = Sizes(controllers=1, engines=4, judges={"judge": 2}, ranks=1)
-        >>> resources = Mock(cpus_per_process=1.0, gpus_per_engine=0.0)
+        >>> resources = Mock(gpus_per_engine=0.0)
         >>> asyncio.run(actors.resize(sizes, Mock(ray=resources, sizes=sizes, threads=8, device="cpu")))
         >>> {role: len(handles) for role, handles in actors.handles.items()}
         {'engine': 4, 'judge': 2}
@@ -394,7 +394,7 @@ class RoleActors(Generic[ConfigT]):
         return self.start(
             factory,
             # All of an actor's resources are those of one node.
-            num_cpus=config.ray.cpus_per_process * size,
+            num_cpus=size,
             num_gpus=config.ray.gpus_per_engine * size if config.device.startswith("cuda") else 0,
             num_threads=num_threads,
             scheduling_strategy="SPREAD",

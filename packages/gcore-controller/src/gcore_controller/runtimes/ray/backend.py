@@ -306,7 +306,7 @@ class RayBackend(Generic[JobT, ConfigT]):
             self._controllers = None
         self.config = config
         if self._controllers is None:
-            needs = {"CPU": config.ray.cpus_per_process, "GPU": config.gpus_per_controller}
+            needs = {"CPU": 1.0, "GPU": config.gpus_per_controller}
             check_capacity(needs, config.sizes.controllers)
         takes_turns = config.sizes.shares_ranks
         if takes_turns and keeps_models:
@@ -333,7 +333,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         if not keeps_models:
             await self.learner.start(
                 self.trainer_spec(config),
-                num_cpus=config.ray.cpus_per_process,
+                num_cpus=1.0,
                 num_gpus=config.ray.gpus_per_rank if config.device.startswith("cuda") else 0,
                 timeout_s=config.ray.timeout_s,
                 devices=self._rank_devices,
@@ -352,7 +352,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                 ) from None
         self._controllers = await RayControllers.start(
             world_size=config.sizes.controllers,
-            num_cpus=config.ray.cpus_per_process,
+            num_cpus=1.0,
             resources={"GPU": config.gpus_per_controller} if config.gpus_per_controller else None,
             start_timeout_s=config.ray.timeout_s,
         )

@@ -294,13 +294,12 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
 
 
 def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
-    """Return the resources that each process reserves."""
-    cpus = config.ray.cpus_per_process
+    """Return the resources that each process reserves; an engine over several devices has a CPU for each."""
     is_on_gpu = config.device.startswith("cuda")
-    controller = {"CPU": cpus, "GPU": config.gpus_per_controller}
-    engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
+    controller = {"CPU": 1.0, "GPU": config.gpus_per_controller}
+    engine = {"CPU": 1.0, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     engine = {name: amount * sizes.devices_per_engine for name, amount in engine.items()}
-    rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
+    rank = {"CPU": 1.0, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
     return (
         [controller] * sizes.controllers
         + [engine] * sizes.num_engine_places
