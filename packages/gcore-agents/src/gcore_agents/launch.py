@@ -20,6 +20,9 @@ AgentResult: TypeAlias = float | Mapping[str, float] | None
 """The reward of a session, or several by name; None: the agent does not score it."""
 _KILL_S = 5.0
 """Seconds that a command has to end after SIGTERM."""
+_POLL_S = 0.05
+_MAX_KILLS = 20
+"""Most times that processes of a command are looked for and killed: they may start others meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,8 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
     """Run an agent's shell command in a temporary folder, to its end.
 
     Its environment has the URL and the key, under the names that SDKs read, and ``GCORE_ROW``, the path of a JSON file
-    with the row. No other process gets these variables. The command and its children end with this call.
+    with the row. No other process gets these variables. The command and all that it started end with this call, also
+    processes in sessions of their own, as mini-swe-agent starts them.
 
     Raises:
         AgentFailedError: it took too long, or ended with another code than 0; the message has its last lines.
@@ -122,20 +126,56 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
             raise AgentFailedError(f"{command!r} took longer than {timeout_s:g} s") from None
         finally:
             task.session.close()
-            await _end_group(process)
+            await _end_command(process, f"GCORE_ROW={row}")
         if code:
             lines = log.read_text(errors="replace").splitlines()[-5:]
-            raise AgentFailedError(f"{command!r} ended with code {code}: {' | '.join(lines)}")
+            raise AgentFailedError(f"{command!r} {_describe_end(code)}: {' | '.join(lines)}")
 
 
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """End a process and all in its group, first politely."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _describe_end(code: int) -> str:
+    """Return how a command ended; a shell adds 128 to the number of the signal that killed its program."""
+    number = -code if code < 0 else code - 128
+    if number in list(signal.Signals):
+        return f"was killed by {signal.Signals(number).name}"
+    return f"ended with code {code}"
+
+
+async def _end_command(process: asyncio.subprocess.Process, variable: str) -> None:
+    """End a command and all that it started; they have some time after SIGTERM, such as to remove a container.
+
+    ``variable`` is in the environment of each of them, as in that of no other process.
+    """
+    await asyncio.to_thread(_signal_processes, variable, signal.SIGTERM)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_KILL_S):
+            while await asyncio.to_thread(_find_processes, variable):
+                await asyncio.sleep(_POLL_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for _ in range(_MAX_KILLS):
+        if not await asyncio.to_thread(_signal_processes, variable, signal.SIGKILL):
+            break
+    await process.wait()
+
+
+def _signal_processes(variable: str, number: signal.Signals) -> int:
+    """Send a signal to the processes with this variable in their environment; return how many there are."""
+    pids = _find_processes(variable)
+    for pid in pids:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_S):
-                await process.wait()
+            os.kill(pid, number)
+    return len(pids)
+
+
+def _find_processes(variable: str) -> list[int]:
+    """Return the processes with this variable in their environment; those that have ended have none."""
+    pids: list[int] = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        # It has just ended, or is another user's.
+        with suppress(OSError):
+            if variable.encode() in environment.read_bytes().split(b"\0"):
+                pids.append(int(environment.parent.name))
+    return pids
 
 
 def agent_environment(task: AgentTask) -> dict[str, str]:

@@ -1,0 +1,151 @@
+"""Agents that are commands: their environment, how they fail, and that none of their processes is left."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scripted import make_session
+
+from gcore_agents import AgentFailedError, AgentTask, run_command
+
+# Its first argument is the folder for the pids of: the program, its child, a child in a session of its own, and the
+# child of that; then it does what the second one says.
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+sleeps = [sys.executable, "-c", "import time; time.sleep(300)"]
+child = subprocess.Popen(sleeps)
+other = subprocess.Popen(["sh", "-c", f"sleep 300 & echo $! > {folder}/grandchild; wait"], start_new_session=True)
+while not (folder / "grandchild").exists() or not (folder / "grandchild").read_text():
+    time.sleep(0.01)
+(folder / "pids").write_text(f"{os.getpid()} {child.pid} {other.pid} {(folder / 'grandchild').read_text()}")
+exec(sys.argv[2])
+"""
+
+
+def make_task() -> AgentTask:
+    session = make_session()
+    return AgentTask(
+        row={"a": 1}, base_url="http://127.0.0.1:1/v1", api_key=session.key, session=session
+    )
+
+
+@pytest.fixture
+def make_command(tmp_path: Path) -> Callable[[str], str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    return lambda action: f"{sys.executable} {program} {tmp_path} '{action}'"
+
+
+def check_all_ended(folder: Path) -> None:
+    """Check that the four processes are gone; those without a parent may be zombies for a moment."""
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 5
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+async def test_a_command_ends_with_all_that_it_started(
+    make_command: Callable[[str], str], tmp_path: Path
+) -> None:
+    task = make_task()
+    await run_command(make_command("pass"), task, timeout_s=60)
+    check_all_ended(tmp_path)
+    assert task.session.is_closed
+
+
+async def test_its_environment_is_its_own(tmp_path: Path) -> None:
+    task = make_task()
+    command = f"env > {tmp_path}/env; cp $GCORE_ROW {tmp_path}; pwd > {tmp_path}/folder"
+    await run_command(command, task, timeout_s=60)
+    lines = (tmp_path / "env").read_text().splitlines()
+    assert f"OPENAI_API_KEY={task.api_key}" in lines
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:1" in lines
+    assert (tmp_path / "row.json").read_text() == '{"a": 1}'
+    assert "GCORE_ROW" not in os.environ
+    assert not Path((tmp_path / "folder").read_text().strip()).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        ("print(1); os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("print(1, flush=True); os.killpg(0, signal.SIGKILL)", "was killed by SIGKILL"),
+        ('child.kill(); sys.exit(f"child: {child.wait()}")', "ended with code 1: child: -9"),
+        ("other.kill(); sys.exit(other.wait())", "ended with code 247"),
+        ("time.sleep(300)", "took longer than 2 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "took longer than 2 s"),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)", "took longer than 2 s"),
+    ],
+)
+async def test_a_command_that_is_killed_or_idle(
+    make_command: Callable[[str], str], tmp_path: Path, action: str, expected: str
+) -> None:
+    task = make_task()
+    with pytest.raises(AgentFailedError, match=expected):
+        await run_command(make_command(action), task, timeout_s=2)
+    check_all_ended(tmp_path)
+    assert task.session.is_closed
+
+
+@pytest.mark.slow
+async def test_a_program_may_clean_up_after_a_timeout(
+    make_command: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Also behind a shell, which ends at once."""
+    clean = 'lambda *_: (time.sleep(0.3), (folder / "clean").touch(), os._exit(0))'
+    action = f"signal.signal(signal.SIGTERM, {clean}); time.sleep(300)"
+    with pytest.raises(AgentFailedError, match="took longer than 2 s"):
+        await run_command(f"true && {make_command(action)}; true", make_task(), timeout_s=2)
+    assert (tmp_path / "clean").exists()
+    check_all_ended(tmp_path)
+
+
+@pytest.mark.slow
+async def test_a_command_that_is_killed_from_outside(
+    make_command: Callable[[str], str], tmp_path: Path
+) -> None:
+    run = asyncio.create_task(
+        run_command(make_command("time.sleep(300)"), make_task(), timeout_s=60)
+    )
+    while not (tmp_path / "pids").exists():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    os.kill(int((tmp_path / "pids").read_text().split()[0]), signal.SIGKILL)
+    with pytest.raises(AgentFailedError, match="was killed by SIGKILL"):
+        await run
+    check_all_ended(tmp_path)
+
+
+@pytest.mark.slow
+async def test_a_run_that_is_interrupted(
+    make_command: Callable[[str], str], tmp_path: Path
+) -> None:
+    run = asyncio.create_task(
+        run_command(make_command("time.sleep(300)"), make_task(), timeout_s=60)
+    )
+    while not (tmp_path / "pids").exists():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    check_all_ended(tmp_path)
