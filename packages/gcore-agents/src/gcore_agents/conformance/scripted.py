@@ -8,7 +8,7 @@ from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.chat.tool_calls import count_common
 from gcore_agents.conformance.errors import CaseNotApplicableError
 from gcore_agents.conformance.templates import split_pairs
-from gcore_agents.conformance.turns import TOOLS, ModelTurn
+from gcore_agents.conformance.turns import TOOLS, ModelTurn, results
 from gcore_agents.errors import MessageError
 from gcore_agents.graph import Message
 from gcore_agents.sampler import SampledTokens
@@ -23,9 +23,12 @@ def write_turn(encoder: ChatEncoder, turn: ModelTurn) -> list[int]:
     Raises:
         CaseNotApplicableError: the chat template cannot write such a turn, or what it writes is read as another one.
     """
+    message = turn.message()
+    further = results(message, *["result"] * len(turn.calls)) if turn.calls else [_QUESTION]
+    plain_token = encoder.encode("a")[-1]
     try:
         text = _render_turn(encoder, turn)
-        end = encoder.next([_QUESTION], last_token=encoder.encode("a")[-1], tools=_ANNOUNCED)
+        end = _find_end(encoder, further, plain_token, message)
     except MessageError as error:
         raise CaseNotApplicableError(str(error)) from error
     tokens = split_pairs(encoder, encoder.encode(text.rstrip()))
@@ -37,6 +40,16 @@ def write_turn(encoder: ChatEncoder, turn: ModelTurn) -> list[int]:
     read = encoder.read_turn(tokens, tools=_ANNOUNCED, is_ended=True, prompt_ids=prompt)
     check_message(read, turn)
     return tokens
+
+
+def _find_end(
+    encoder: ChatEncoder, further: Sequence[Message], plain_token: int, turn: Message
+) -> list[int]:
+    """Return what follows a turn; a template that renders no results of tools ends all turns alike."""
+    try:
+        return encoder.next(further, last_token=plain_token, turn=turn, tools=_ANNOUNCED)
+    except MessageError:
+        return encoder.next([_QUESTION], last_token=plain_token, tools=_ANNOUNCED)
 
 
 def check_message(message: Message, turn: ModelTurn) -> None:
