@@ -152,6 +152,7 @@ def train(cli: Cli, args: list[str]) -> list[dict[str, float]]:
     assert len(rows) == 2
     for row in rows:
         assert row["training/rollout_log_probs_diff_max"] < 1e-4
+        assert 0 <= row["reward/agent/fork_text/mean"] <= row["reward/turns/mean"]
         assert row["sampling/dropped_groups"] == 0
     return rows
 
@@ -186,6 +187,7 @@ def test_training(cli: Cli, calling: Path, name: str) -> None:
     client = IN_PROCESS[name]
     rows = train(cli, make_args(cli, calling, str(PROGRAMS / client.program), batch_size=2))
     assert all(row["reward/turns/mean"] > 1.5 for row in rows)
+    assert all(row["reward/agent/fork_context/mean"] == 0 for row in rows)
     # Without a difference in a group there is no gradient.
     assert any(row.get("actor/grad_norm", 0) > 0 for row in rows)
     check_sessions(cli.cwd / "runs/default", client)

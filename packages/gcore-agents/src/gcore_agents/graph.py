@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
@@ -302,6 +302,10 @@ class MessageGraph:
                 self.findings["fork_calls"] += 1
         elif node.children:
             self.findings[self._name_change(node, messages)] += 1
+
+    def count_findings(self) -> dict[Finding, int]:
+        """Return how many branches there are of each cause, also 0."""
+        return {finding: self.findings[finding] for finding in get_args(Finding)}
 
     def _name_change(self, node: MessageNode, messages: Sequence[Message]) -> Finding:
         """Return what messages differ in from the most similar that come after a node."""

@@ -102,6 +102,7 @@ def make_episodes(
         max_context=max_context,
         credit=credit,
         timeout_s=agent.timeout_s if agent.run else 0.0,
+        is_agent=bool(agent.run),
         needs_score=bool(agent.run) and not is_rewarded,
         journal=journal if agent.run else None,
     )
@@ -172,6 +173,8 @@ class EpisodePlayer:
     """Seconds after which calls are answered by a text that ends the agent's loop; 0: any time."""
     needs_score: bool
     """Whether a session without a reward has failed: it would not be worth 0."""
+    is_agent: bool = False
+    """Whether an agent decides what the conversations are, so that branches are counted."""
     journal: SessionJournal | None = None
     """Gives back the sessions that a process had finished when it was killed."""
 
@@ -229,7 +232,11 @@ class EpisodePlayer:
         for reward in session.rewards:
             if reward.name != "reward":
                 parts[reward.name] = parts.get(reward.name, 0.0) + reward.value
-        for finding, count in session.graph.findings.items():
+        findings = session.graph.findings
+        if self.is_agent:
+            # Those that there are none of, too: a mean is over the sessions that have a number.
+            findings = session.graph.count_findings()
+        for finding, count in findings.items():
             parts[f"agent/{finding}"] = float(count)
         credit = None
         if self.credit is not None:
