@@ -1,6 +1,7 @@
 """`gcore-llm train` with agents, which get a URL and a key."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -205,3 +206,16 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
 )
 def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
     assert expected in " ".join(cli.refused(*own_args, *options).split())
+
+
+@pytest.mark.slow
+def test_the_example_learns(cli: Cli, tmp_path: Path) -> None:
+    """The command of the README: a tiny model from nothing, an agent of the OpenAI Agents SDK, a tool."""
+    example = Path(__file__).parents[3] / "examples/tool_agent.py"
+    out = cli.ok("train", "--rollout.agent.run", f"{example}:agent")
+    rows = step_rows(cli.cwd / "runs/default")
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-3 for row in rows)
+    scores = re.findall(r"held-out score (\S+) greedy, (\S+) sampled", out)
+    before, after = ([float(score) for score in pair] for pair in (scores[0], scores[-1]))
+    gains = [late - early for early, late in zip(before, after, strict=True)]
+    assert max(gains) >= 0.2

@@ -76,16 +76,19 @@ def embedded() -> TrainConfig:
     )
 
 
-def agent() -> TrainConfig:
+def agent() -> TrainArgs:
     """The same model uses a tool: set rollout.agent.run. An agent's own work is most of a step, so steps are few."""
-    config = embedded()
+    config = convert_settings(embedded(), TrainArgs)
     return replace(
         config,
         task=replace(config.task, num_train=2_000, num_val=64),
+        # The answer is all of the last turn.
         answer_after="",
-        data=replace(config.data, max_response_length=128),
-        actor=replace(config.actor, optim=replace(config.actor.optim, lr=5e-4)),
-        trainer=replace(config.trainer, total_training_steps=24),
+        data=replace(config.data, train_batch_size=16, max_response_length=128),
+        # Twelve updates a step: samples take long, and updates do not.
+        actor=replace(config.actor, ppo_mini_batch_size=4, ppo_epochs=3),
+        trainer=replace(config.trainer, total_training_steps=20),
+        warmup=replace(config.warmup, max_steps=105, target_accuracy=0.3, test_freq=35),
     )
 
 

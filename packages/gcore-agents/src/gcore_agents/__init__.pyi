@@ -9,6 +9,10 @@ from .chat.messages import (
     normalize_messages as normalize_messages,
     render_chat as render_chat,
 )
+from .chat.probe import (
+    TemplateFacts as TemplateFacts,
+    check_template as check_template,
+)
 from .environments.environment import (
     Environment as Environment,
     Opening as Opening,

@@ -15,11 +15,13 @@ from gcore_agents import (
     CallError,
     ChatEncoder,
     Environment,
+    MessageError,
     RevisionEnvironment,
     SampledTokens,
     Session,
     SessionBudget,
     SessionJournal,
+    check_template,
     choose_trained,
     collect_tokens,
     normalize_messages,
@@ -44,6 +46,7 @@ from gcore_rollout import (
     SamplingParams,
     load_function,
 )
+from gcore_runs import UserError
 
 if TYPE_CHECKING:
     from gcore_agents import AgentServer
@@ -80,6 +83,13 @@ def make_episodes(
     if not (agent.run or multi_turn.is_used):
         return None
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
+    if tokenizer.chat_template is not None:
+        try:
+            check_template(encoder)
+        except MessageError as error:
+            raise UserError(
+                f"model has a chat template that cannot continue conversations: {error}"
+            ) from None
     drive: _Drive
     if agent.run:
         drive = AgentRunner(agent).run

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gcore_agents.chat.encoder import ChatEncoder
 
-_MARK = re.compile(r"</?\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?[A-Z_]{3,}\]")
+_MARK = re.compile(r"</?\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?g?[A-Z_]{3,}\]")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "st", "or", "ti")
 _OWN = files("gcore_agents.conformance") / "templates"
 

@@ -140,8 +140,8 @@ def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, An
     kind = choice.read_text("type") if choice is not None else "auto"
     if kind == "none":
         return []
-    if kind != "auto":
-        fields.fail("tool_choice", f"the type auto or none: {CONSTRAINED}")
+    if kind not in ("auto", "any"):
+        fields.fail("tool_choice", f"the type auto, any or none: {CONSTRAINED}")
     return tools
 
 

@@ -163,7 +163,10 @@ def _check_modalities(fields: JsonFields) -> None:
 
 
 def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
-    """Return the tools that a body announces; none if its ``tool_choice`` is none."""
+    """Return the tools that a body announces; none if its ``tool_choice`` is none.
+
+    ``required`` is as ``auto``: the policy may answer without a call, and learns from what the agent makes of that.
+    """
     tools: list[dict[str, Any]] = []
     for tool in fields.read_objects("tools"):
         if tool.read_text("type") != "function":
@@ -180,8 +183,8 @@ def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
     choice = fields.values.get("tool_choice")
     if choice == "none":
         return []
-    if choice not in (None, "auto"):
-        fields.fail("tool_choice", f"auto or none: {CONSTRAINED}")
+    if choice not in (None, "auto", "required"):
+        fields.fail("tool_choice", f"auto, required or none: {CONSTRAINED}")
     return tools
 
 

@@ -168,11 +168,11 @@ def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, An
     config = _read_object(fields, "toolConfig")
     calling = _read_object(config, "functionCallingConfig") if config is not None else None
     mode = calling.read_text("mode") if calling is not None else None
-    if calling is None or mode is None or mode.upper() in ("AUTO", "MODE_UNSPECIFIED"):
+    if calling is None or mode is None or mode.upper() in ("ANY", "AUTO", "MODE_UNSPECIFIED"):
         return tools
     if mode.upper() == "NONE":
         return []
-    return calling.fail("mode", f"AUTO or NONE: {CONSTRAINED}")
+    return calling.fail("mode", f"ANY, AUTO or NONE: {CONSTRAINED}")
 
 
 def _to_json_schema(schema: Any) -> Any:

@@ -237,8 +237,8 @@ def _read_tools(
     choice = fields.values.get("tool_choice")
     if choice == "none":
         return [], []
-    if choice not in (None, "auto"):
-        fields.fail("tool_choice", f"auto or none: {CONSTRAINED}")
+    if choice not in (None, "auto", "required"):
+        fields.fail("tool_choice", f"auto, required or none: {CONSTRAINED}")
     return tools, custom_tools
 
 
