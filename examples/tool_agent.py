@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from gcore_agents import AgentTask
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub}
+OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub}
 CONNECTIONS = DefaultAsyncHttpxClient()
 agents.set_tracing_disabled(True)
 logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # it reports turns that are cut off
@@ -29,7 +29,8 @@ def evaluate(node: ast.expr) -> int:
             return value
         case ast.BinOp(left=left, op=op, right=right):
             return OPERATORS[type(op)](evaluate(left), evaluate(right))
-    raise ValueError("expected numbers, + and -")
+        case _:
+            raise ValueError("expected numbers, + and -")
 
 
 @agents.function_tool
