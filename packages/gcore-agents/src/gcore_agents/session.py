@@ -45,7 +45,7 @@ class SessionBudget:
     max_context: int = 0
     """Longest conversation that the model takes; 0: no limit of its own."""
     timeout_s: float = 0.0
-    """From its start; 0: any time."""
+    """From its first call; 0: any time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,9 @@ class Session:
         """How it was closed; None: it is open."""
         self.unused: dict[str, object] = {}
         """Sampling parameters that the agent has sent, and that the run's replace."""
-        self.last_call_s = self._start_s = time.monotonic()
+        self.last_call_s = time.monotonic()
+        self._start_s: float | None = None
+        """Time of the first call."""
         self.kept_responses: set[str] = set()
         """Turns of a call that asked for several at once, all of which count."""
         self._num_calls = 0
@@ -125,6 +127,8 @@ class Session:
         """
         self._check_open()
         self.last_call_s = time.monotonic()
+        if self._start_s is None:
+            self._start_s = self.last_call_s
         key = call.retry_key or _digest(call)
         task = self._replies.get(key)
         is_marked = bool(call.retry_key) or call.is_retry
@@ -318,7 +322,8 @@ class Session:
             self._stop("length")
         if budget.max_calls and self._num_calls >= budget.max_calls:
             self._stop("max_turns")
-        if budget.timeout_s and time.monotonic() - self._start_s > budget.timeout_s:
+        age_s = time.monotonic() - (self._start_s or self.last_call_s)
+        if budget.timeout_s and age_s > budget.timeout_s:
             self._stop("timeout")
         return self.end is not None
 

@@ -68,6 +68,8 @@ class AgentConfig(Checked, section="rollout.agent"):
     timeout_s: Positive = 600.0
     """Seconds of an agent's work on a row; then its calls are answered by a text that ends its loop. One that works
     for as long again, or a minute, has failed; see reward_calls."""
+    max_concurrency: NonNegative = 0
+    """Most agents at once in a controller; 0: four commands a CPU, and functions without a limit."""
     credit: str = "session"
     """The value of a turn. session: the score of the whole session. turns: the rewards of this turn and of those that
     continue it, against the mean of the group. PATH.py:function: what your function returns, a number for each turn

@@ -1,6 +1,8 @@
 """Responses of several turns: agents, environments and revisions, each an episode in a session of its own."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -284,6 +286,10 @@ class AgentRunner:
         self._config = config
         self._server: AgentServer | None = None
         self._starting = asyncio.Lock()
+        at_once = config.max_concurrency
+        if config.command and not at_once:
+            at_once = 4 * (os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(at_once or sys.maxsize)
         self._run = partial(run_command, config.command)
         if not config.command:
             self._run = partial(
@@ -302,7 +308,8 @@ class AgentRunner:
         task = AgentTask(row=prompt.row, base_url=base_url, api_key=session.key, session=session)
         try:
             timeout_s = self._config.timeout_s
-            await self._run(task, timeout_s=timeout_s + min(timeout_s, _GRACE_S))
+            async with self._slots:
+                await self._run(task, timeout_s=timeout_s + min(timeout_s, _GRACE_S))
         finally:
             self._server.release(session)
         if session.end is None:
