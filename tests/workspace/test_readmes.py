@@ -84,6 +84,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
+    r"(uv run )?gcore-agents conformance.*": "tests/gcore_agents/test_conformance.py::test_the_command",
     r"uv run gcore-diffusion train --model PIPELINE .* --data.image-key image .*": (
         f"{DIFFUSION}/test_images_in_prompts.py::test_the_example_of_the_page"
     ),
