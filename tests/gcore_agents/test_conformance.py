@@ -88,7 +88,7 @@ async def test_the_endpoint_conforms_with_all_templates(endpoint: ScriptedEndpoi
     assert not failures(results)
     for template in templates:
         outcomes = [result.outcome for result in results if result.template == template]
-        assert outcomes.count("ok") >= 75
+        assert outcomes.count("ok") >= 65
     assert len(templates) >= 47
 
 
