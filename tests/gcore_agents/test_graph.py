@@ -138,6 +138,19 @@ def test_the_latest_of_equal_turns_that_was_delivered_is_found() -> None:
     assert graph.find(messages) == (first, 2)
 
 
+def test_of_equal_turns_the_one_that_was_continued_alike_is_found() -> None:
+    """Two helpers begin alike, and one of them has gone on before the other began."""
+    graph = MessageGraph()
+    question = [make_text("user", "a")]
+    node = graph.add_context(graph.root, question, [1])
+    first = add_turn(graph, node, "b", [2])
+    result = [make_text("user", "c")]
+    second = add_turn(graph, graph.add_context(first, result, [3]), "d", [4])
+    add_turn(graph, node, "b", [2])
+    messages = [*question, make_text("assistant", "b"), *result, make_text("assistant", "d")]
+    assert graph.find([*messages, make_text("user", "e")]) == (second, 4)
+
+
 def test_tokens_are_found_without_messages() -> None:
     graph = MessageGraph()
     node = graph.add_context(graph.root, [], [1, 2])

@@ -200,25 +200,22 @@ class MessageGraph:
             accept_first: returns whether the first node of a conversation, whose messages are equal, starts the path.
         """
         keys = [message_key(message) for message in messages]
-        node = self.root
-        position = 0
-        while True:
-            best: MessageNode | None = None
+        best = self.root
+        best_rank = (0, True, best.number)
+        waiting = [(self.root, 0)]
+        while waiting:
+            node, position = waiting.pop()
+            rank = (position, node.is_delivered or not node.is_turn, node.number)
+            if rank > best_rank:
+                best = node
+                best_rank = rank
             for child in node.children:
                 if not _starts_with(messages, keys, position, child):
                     continue
                 if node is self.root and accept_first is not None and not accept_first(child):
                     continue
-                rank = (len(child.messages), child.is_delivered or not child.is_turn)
-                if best is None or rank >= (
-                    len(best.messages),
-                    best.is_delivered or not best.is_turn,
-                ):
-                    best = child
-            if best is None:
-                return node, position
-            node = best
-            position += len(best.messages)
+                waiting.append((child, position + len(child.messages)))
+        return best, best_rank[0]
 
     def find_tokens(self, token_ids: Sequence[int]) -> MessageNode:
         """Return the node whose path's tokens are the longest that these tokens start with; it may be the root."""
