@@ -1,9 +1,11 @@
-"""Agents that are commands: their environment, how they fail, and that none of their processes is left."""
+"""Agents as programs: their environment, how they fail, and that none of their processes and threads is left."""
 
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from scripted import make_session
 
-from gcore_agents import AgentFailedError, AgentTask, run_command
+from gcore_agents import AgentFailedError, AgentTask, run_command, run_function
 
 # Its first argument is the folder for the pids of: the program, its child, a child in a session of its own, and the
 # child of that; then it does what the second one says.
@@ -149,3 +151,70 @@ async def test_a_run_that_is_interrupted(
     with pytest.raises(asyncio.CancelledError):
         await run
     check_all_ended(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_no_command(
+    make_command: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Neither a program, nor a folder."""
+    command = make_command("time.sleep(300)")
+    program = (
+        "import asyncio, sys; from scripted import make_session; from gcore_agents import *\n"
+        "session = make_session()\n"
+        "task = AgentTask(row={}, base_url='http://127.0.0.1:1/v1', api_key='a', session=session)\n"
+        "asyncio.run(run_command(sys.argv[1], task, timeout_s=60))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program, command], env=environment) as process:
+        while not (tmp_path / "pids").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert list(tmp_path.glob("gcore-agents-*/*"))
+        process.kill()
+    check_all_ended(tmp_path)
+    deadline = time.monotonic() + 5
+    while list(tmp_path.glob("gcore-agents-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def test_plain_functions_have_threads_of_their_own() -> None:
+    """More at once than asyncio has threads; one that does not end is not waited for."""
+    at_once = threading.Barrier(100)
+
+    def agent(task: AgentTask) -> float:
+        del task
+        at_once.wait(30)
+        return 1.0
+
+    before = set(threading.enumerate())
+    tasks = [make_task() for _ in range(100)]
+    await asyncio.gather(*(run_function(agent, task, timeout_s=60) for task in tasks))
+    assert [task.session.score for task in tasks] == [1.0] * 100
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+    may_end = threading.Event()
+
+    def wait(task: AgentTask) -> None:
+        del task
+        may_end.wait(60)
+
+    with pytest.raises(AgentFailedError, match=r"wait took longer than 0\.1 s"):
+        await run_function(wait, make_task(), timeout_s=0.1)
+    [left] = set(threading.enumerate()) - before
+    assert left.daemon
+    may_end.set()
+    left.join(5)
+
+
+async def test_a_plain_function_may_stop_an_iteration() -> None:
+    def take_next(task: AgentTask) -> float:
+        del task
+        return next(iter(()))
+
+    with pytest.raises(AgentFailedError, match="StopIteration"):
+        await run_function(take_next, make_task(), timeout_s=5)

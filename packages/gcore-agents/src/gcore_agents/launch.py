@@ -1,6 +1,7 @@
 """Programs that act as agents: functions in this process, and commands in their own."""
 
 import asyncio
+import contextvars
 import inspect
 import json
 import math
@@ -8,21 +9,27 @@ import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeAlias
 
+from gcore_agents.command_guard import (
+    KILL_S,
+    POLL_S,
+    find_processes,
+    kill_processes,
+    row_variable,
+    signal_processes,
+    start_guard,
+)
 from gcore_agents.errors import AgentFailedError
 from gcore_agents.session import Session, SessionReward
 
 AgentResult: TypeAlias = float | Mapping[str, float] | None
 """The reward of a session, or several by name; None: the agent does not score it."""
-_KILL_S = 5.0
-"""Seconds that a command has to end after SIGTERM."""
-_POLL_S = 0.05
-_MAX_KILLS = 20
-"""Most times that processes of a command are looked for and killed: they may start others meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +62,8 @@ AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[AgentResult] | AgentR
 async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: float) -> None:
     """Run an agent's function to its end, and add the rewards that it returns to the session.
 
-    A function that is no coroutine runs in a thread. The thread cannot be ended: after ``timeout_s`` its session is
-    closed, so that its next call fails.
+    A function that is no coroutine runs in a thread of its own. The thread cannot be ended: after ``timeout_s`` its
+    session is closed, so that its next call fails. This process does not wait for it when it ends.
 
     Raises:
         AgentFailedError: the function raised an error, took too long, or returned no reward.
@@ -68,7 +75,7 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
             if inspect.iscoroutinefunction(function):
                 result = await function(task)
             else:
-                result = await asyncio.to_thread(function, task)
+                result = await _run_in_thread(function, task)
                 if inspect.isawaitable(result):
                     result = await result
     except TimeoutError:
@@ -79,6 +86,27 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
         task.session.close()
     for reward_name, value in _list_rewards(result, name):
         task.session.add_reward(SessionReward(value=value, name=reward_name))
+
+
+async def _run_in_thread(function: AgentFunction, task: AgentTask) -> Any:
+    """Run a function in a new thread. The threads of asyncio are few, and a process waits for them at its end."""
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(function, task)
+        except StopIteration as error:
+            # A future does not take it.
+            done.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    Thread(target=run, name=f"agent {task.session.session_id}", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _list_rewards(result: Any, name: str) -> list[tuple[str, float]]:
@@ -100,12 +128,12 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
 
     Its environment has the URL and the key, under the names that SDKs read, and ``GCORE_ROW``, the path of a JSON file
     with the row. No other process gets these variables. The command and all that it started end with this call, also
-    processes in sessions of their own, as mini-swe-agent starts them.
+    processes in sessions of their own, as mini-swe-agent starts them; if this process is killed, they end soon after.
 
     Raises:
         AgentFailedError: it took too long, or ended with another code than 0; the message has its last lines.
     """
-    with tempfile.TemporaryDirectory(prefix="gcore-agent-") as folder:
+    with tempfile.TemporaryDirectory(dir=start_guard().folder) as folder:
         row = Path(folder) / "row.json"
         row.write_text(json.dumps(dict(task.row), default=str))
         log = Path(folder) / "log"
@@ -126,7 +154,7 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
             raise AgentFailedError(f"{command!r} took longer than {timeout_s:g} s") from None
         finally:
             task.session.close()
-            await _end_command(process, f"GCORE_ROW={row}")
+            await _end_command(process, row_variable(row))
         if code:
             lines = log.read_text(errors="replace").splitlines()[-5:]
             raise AgentFailedError(f"{command!r} {_describe_end(code)}: {' | '.join(lines)}")
@@ -145,37 +173,15 @@ async def _end_command(process: asyncio.subprocess.Process, variable: str) -> No
 
     ``variable`` is in the environment of each of them, as in that of no other process.
     """
-    await asyncio.to_thread(_signal_processes, variable, signal.SIGTERM)
+    await asyncio.to_thread(signal_processes, variable, signal.SIGTERM)
     with suppress(TimeoutError):
-        async with asyncio.timeout(_KILL_S):
-            while await asyncio.to_thread(_find_processes, variable):
-                await asyncio.sleep(_POLL_S)
+        async with asyncio.timeout(KILL_S):
+            while await asyncio.to_thread(find_processes, variable):
+                await asyncio.sleep(POLL_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for _ in range(_MAX_KILLS):
-        if not await asyncio.to_thread(_signal_processes, variable, signal.SIGKILL):
-            break
+    await asyncio.to_thread(kill_processes, variable)
     await process.wait()
-
-
-def _signal_processes(variable: str, number: signal.Signals) -> int:
-    """Send a signal to the processes with this variable in their environment; return how many there are."""
-    pids = _find_processes(variable)
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-    return len(pids)
-
-
-def _find_processes(variable: str) -> list[int]:
-    """Return the processes with this variable in their environment; those that have ended have none."""
-    pids: list[int] = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        # It has just ended, or is another user's.
-        with suppress(OSError):
-            if variable.encode() in environment.read_bytes().split(b"\0"):
-                pids.append(int(environment.parent.name))
-    return pids
 
 
 def agent_environment(task: AgentTask) -> dict[str, str]:
