@@ -9,8 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
@@ -29,8 +28,12 @@ or another message before a turn; or the chat template renders earlier turns dif
 follow it."""
 
 
-def message_key(message: Message) -> bytes:
-    """Return a digest that is equal for equal messages, whichever way a client writes them.
+MessageKey: TypeAlias = tuple[str, Any, str]
+"""Role, text, and the JSON of calls."""
+
+
+def message_key(message: Message) -> MessageKey:
+    """Return a key that is equal for equal messages, whichever way a client writes them.
 
     Text that is missing, None or empty is equal, and so are texts up to space at their ends, and a text and the list of
     its parts. Calls are compared by name and parsed arguments. Names and ids of calls and results are left out, and so
@@ -40,8 +43,8 @@ def message_key(message: Message) -> bytes:
     for call in message.get("tool_calls") or ():
         function = call["function"]
         calls.append([function["name"], _parse_arguments(function.get("arguments"))])
-    parts = [message["role"], _text(message.get("content")), calls]
-    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+    written_calls = json.dumps(calls, sort_keys=True) if calls else ""
+    return message["role"], _text(message.get("content")), written_calls
 
 
 def has_equal_reasoning(sent: Message, stored: Message) -> bool:
@@ -138,8 +141,14 @@ class MessageNode:
             self.keys_with_stop = [message_key({**message, "content": content})]
         self.num_tokens: int = len(self.token_ids)
         """Tokens of the whole path to this node, its own included."""
+        self.num_turns: int = int(self.is_turn)
+        """Turns on the path to this node, itself included."""
+        self.depth: int = 0
+        """Nodes on the path to this node, itself included; of the root 0."""
         if self.parent is not None:
             self.num_tokens += self.parent.num_tokens
+            self.num_turns += self.parent.num_turns
+            self.depth = self.parent.depth + 1
 
     @property
     def is_turn(self) -> bool:
@@ -182,10 +191,17 @@ class MessageGraph:
         self.nodes: list[MessageNode] = []
         self.findings: Counter[Finding] = Counter()
         """How often an agent, or the history, began a branch, by what differed."""
+        self.num_tokens = 0
+        """Tokens of all nodes."""
+        self._turns: dict[str, MessageNode] = {}
 
     def turns(self) -> Iterator[MessageNode]:
         """Yield the policy's turns, in the order in which they were sampled."""
         return (node for node in self.nodes if node.is_turn)
+
+    def find_turn(self, response_id: str) -> MessageNode | None:
+        """Return the turn of this name; None: there is none."""
+        return self._turns.get(response_id)
 
     def find(
         self,
@@ -283,6 +299,9 @@ class MessageGraph:
         node = MessageNode(number=len(self.nodes), parent=parent, **fields)
         parent.children.append(node)
         self.nodes.append(node)
+        self.num_tokens += len(node.token_ids)
+        if node.is_turn:
+            self._turns[node.response_id] = node
         return node
 
     def count_fork(self, node: MessageNode, messages: Sequence[Message]) -> None:
@@ -329,7 +348,7 @@ class MessageGraph:
 
 
 def _starts_with(
-    messages: Sequence[Message], keys: Sequence[bytes], position: int, child: MessageNode
+    messages: Sequence[Message], keys: Sequence[MessageKey], position: int, child: MessageNode
 ) -> bool:
     """Return whether the messages from a position on start with those of a node; some nodes have tokens alone."""
     sent_keys = keys[position : position + len(child.keys)]

@@ -24,8 +24,10 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise CallError(
             f"{where} is not JSON ({error}); expected JSON", field=where, code="invalid_json"
         ) from None
-    check_depth(value, where)
-    if "\\ud" in text.lower():
+    # A text with fewer brackets than that is not nested as deeply.
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        check_depth(value, where)
+    if "\\u" in text and "\\ud" in text.lower():
         value = _replace_surrogates(value)
     return value
 
@@ -49,14 +51,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def check_depth(value: Any, where: str) -> None:
     """Raise a `CallError` if a value is nested too deeply for code that walks it."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
         deeper: list[Any] = []
-        for entry in level:
-            if isinstance(entry, dict):
-                deeper.extend(entry.values())
-            elif isinstance(entry, list):
-                deeper.extend(entry)
+        for outer in level:
+            entries = outer.values() if isinstance(outer, dict) else outer
+            deeper.extend([entry for entry in entries if isinstance(entry, dict | list)])
         if not deeper:
             return
         level = deeper
