@@ -392,6 +392,15 @@ async def test_turns_that_the_agent_did_not_get_are_not_trained_on() -> None:
     assert collect_tokens(session.graph, trained=set()) is None
 
 
+async def test_a_turn_that_is_continued_was_delivered() -> None:
+    """Its last byte was read, although its connection ended with an error."""
+    session, _ = make_session("One.<|im_end|>", "Two.<|im_end|>")
+    [first] = await session.respond(ChatCall(messages=[USER]))
+    second = await ask(session, USER, first.message, MORE)
+    names = {turn.response_id for turn in choose_trained(session)}
+    assert names == {first.response_id, second.response_id}
+
+
 async def test_calls_at_once_share_what_is_left_of_the_tokens() -> None:
     """Each is given all that is left, so that one waits for the other."""
     budget = SessionBudget(max_tokens=40)
@@ -411,6 +420,27 @@ async def test_calls_at_once_with_limits_are_sampled_at_once() -> None:
     await asyncio.gather(*(session.respond(ChatCall(messages=[m])) for m in messages))
     assert script.most_at_once >= 2
     assert len(session.graph.root.children) == len(list(session.graph.turns()))
+
+
+async def test_calls_at_once_differ_in_their_seeds() -> None:
+    budget = SessionBudget(max_tokens=100, max_tokens_per_turn=20)
+    session, script = make_session("A text.<|im_end|>", delay_s=0.01, budget=budget)
+    calls = [ChatCall(messages=[USER], retry_key=key) for key in "abc"]
+    await asyncio.gather(*map(session.respond, calls))
+    assert len(set(script.seeds)) == 3
+
+
+async def test_messages_wait_for_the_tokens_of_turns_that_are_being_sampled() -> None:
+    """They would be too many together with the first turn, if that had all of its tokens."""
+    budget = SessionBudget(max_tokens=100)
+    session, script = make_session("x" * 200, "Two.<|im_end|>", delay_s=0.02, budget=budget)
+    first = asyncio.create_task(ask(session, USER))
+    await asyncio.sleep(0.01)
+    reply = await ask(session, make_text("user", "y" * 50))
+    assert not reply.token_ids
+    assert (await first).finish_reason == "length"
+    assert len(script.prompts) == 1
+    assert session.num_used_tokens == 100
 
 
 @pytest.mark.parametrize(

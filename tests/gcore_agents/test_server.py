@@ -298,6 +298,8 @@ async def test_stop_strings_end_a_turn_and_are_not_sent(connect: Connect) -> Non
     first, *further = client.session.graph.turns()
     assert [turn.path()[1] for turn in further] == [first, first]
     assert not client.session.graph.findings
+    # What a reward reads has all that was sampled.
+    assert client.session.turn_text(first.response_id) == "One. Observation:"
     client = await connect("One. Observation: two")
     _, reply = await client.ask("anthropic", stop_sequences=["Observation:"])
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "Observation:")

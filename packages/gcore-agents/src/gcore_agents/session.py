@@ -5,6 +5,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -108,6 +109,8 @@ class Session:
         self.kept_responses: set[str] = set()
         """Turns of a call that asked for several at once, all of which count."""
         self._num_calls = 0
+        self._num_started: Counter[int] = Counter()
+        """Turns that were started after a node, by its number."""
         self._announced: dict[tuple[int, str], bool] = {}
         """Whether the first node of a conversation, by its number, is rendered with these tools."""
         self._first_prompt: int | None = None
@@ -167,8 +170,8 @@ class Session:
 
     async def _answer(self, call: ChatCall) -> list[ChatReply]:
         self.unused |= call.unused
-        context = self._context(call)
-        turns = [self._sample(call, context, number) for number in range(call.n)]
+        context = await self._add_context(call)
+        turns = [self._sample(call, context) for _ in range(call.n)]
         replies = list(await asyncio.gather(*turns))
         if call.n > 1:
             self.kept_responses |= {reply.response_id for reply in replies}
@@ -195,8 +198,11 @@ class Session:
     def turn_text(self, response_id: str) -> str:
         """Return the text of a turn with its special tokens, but for the one that ends it."""
         node = self.find_turn(response_id)
+        stop = self.stop
+        if node.stop_string:
+            stop = (*stop, node.stop_string)
         return self.encoder.turn_text(
-            node.token_ids, stop=self.stop, is_ended=node.finish_reason == "stop"
+            node.token_ids, stop=stop, is_ended=node.finish_reason == "stop"
         )
 
     def messages_until(self, response_id: str) -> list[object]:
@@ -243,13 +249,19 @@ class Session:
     ) -> tuple[MessageNode, Sequence[object], list[int]]:
         """Return the node that a call continues, its further messages, and all tokens of the prompt.
 
-        With ``counts``, what began a branch is counted in the graph's findings.
+        With ``counts``, what began a branch is counted in the graph's findings, and a turn that is continued has been
+        delivered.
         """
         graph = self.graph
         if call.prompt_ids:
-            return graph.find_tokens(call.prompt_ids), [], list(call.prompt_ids)
+            node = graph.find_tokens(call.prompt_ids)
+            if counts:
+                self._mark_continued(node)
+            return node, [], list(call.prompt_ids)
         messages = call.messages
         node, position = graph.find(messages, partial(self._has_tools, call))
+        if counts:
+            self._mark_continued(node)
         further = messages[position:]
         if not further and not node.is_turn:
             return node, [], node.path_tokens()
@@ -282,9 +294,16 @@ class Session:
         num_messages = sum(len(ancestor.messages) for ancestor in last.path())
         return last, messages[num_messages:], prompt_ids
 
-    def _context(self, call: ChatCall) -> MessageNode:
+    def _mark_continued(self, node: MessageNode) -> None:
+        """Record that the agent got a turn which it continues, however its connection has ended."""
+        if node.is_turn:
+            self._delivered.add(node.response_id)
+            node.is_delivered = True
+
+    async def _add_context(self, call: ChatCall) -> MessageNode:
         """Return the node that the turns of a call follow; it is added to the graph if it is new."""
         node, further, prompt_ids = self._find(call, counts=True)
+        await self._wait_for_tokens(len(prompt_ids) - node.num_tokens)
         limit = self.budget.max_context
         if limit and len(prompt_ids) >= limit:
             self._stop("length")
@@ -327,7 +346,7 @@ class Session:
             self._stop("timeout")
         return self.end is not None
 
-    async def _sample(self, call: ChatCall, context: MessageNode, number: int) -> ChatReply:
+    async def _sample(self, call: ChatCall, context: MessageNode) -> ChatReply:
         stop = (*self.stop, *call.stop)
         max_tokens = await self._reserve(call, context)
         if not max_tokens:
@@ -337,7 +356,7 @@ class Session:
             sampled = await self.sampler.sample(
                 context.path_tokens(),
                 session=self.session_id,
-                seed=self._seed(context, number),
+                seed=self._make_seed(context),
                 max_tokens=max_tokens,
                 stop=stop,
             )
@@ -379,13 +398,15 @@ class Session:
             created_s=int(time.time()),
         )
 
-    def _seed(self, context: MessageNode, number: int) -> int:
+    def _make_seed(self, context: MessageNode) -> int:
         """Return a seed by the place of a turn: in a session of one conversation, by its number there."""
+        number = self._num_started[context.number]
+        self._num_started[context.number] += 1
         path = context.path()
         num_turns = sum(node.is_turn for node in path)
         if len(path) == len(self.graph.nodes) and not number:
             return hash((self.seed, num_turns))
-        return hash((self.seed, num_turns, context.number, len(context.children), number))
+        return hash((self.seed, num_turns, context.number, number))
 
     async def _reserve(self, call: ChatCall, context: MessageNode) -> int:
         """Reserve the tokens of a turn, and return how many it may have; 0: the session's budget is used up.
@@ -406,6 +427,15 @@ class Session:
                     return min(limits)
                 await self._turn_ended.wait()
         return 0
+
+    async def _wait_for_tokens(self, num_new: int) -> None:
+        """Wait while so many new tokens of messages fit, but not next to the turns that are being sampled."""
+        async with self._turn_ended:
+            while True:
+                num_left = self.budget.max_tokens - self.num_used_tokens - num_new
+                if not 0 < num_left <= self._num_reserved:
+                    return
+                await self._turn_ended.wait()
 
     async def _release(self, num_tokens: int) -> None:
         async with self._turn_ended:
