@@ -224,6 +224,9 @@ class EpisodePlayer:
             if sampler.error is not None:
                 raise sampler.error from error
             raise EpisodeError(str(error)) from (error.__cause__ or error)
+        if sampler.error is not None:
+            # An agent that handles it has worked without its model.
+            raise sampler.error
         completion = self._make_completion(session, turns)
         if self.journal is not None:
             self.journal.add(key, session, version=version, turns=turns)
@@ -357,8 +360,10 @@ def _make_revision(
 def turn_returns(session: Session, *, discount: float) -> list[float]:
     """Return the return of each turn: its rewards, and the discounted mean return of the turns that continue it.
 
-    The rewards of the session are those of the turns that nothing continues.
+    The rewards of the session are those of the turns that nothing continues. Turns that are not trained on, such as
+    those that the agent did not get, have no part in the returns of others.
     """
+    trained = choose_trained(session)
     rewards: dict[str, float] = {}
     for reward in session.rewards:
         rewards[reward.response_id] = rewards.get(reward.response_id, 0.0) + reward.value
@@ -373,7 +378,9 @@ def turn_returns(session: Session, *, discount: float) -> list[float]:
         else:
             value += rewards.get("", 0.0)
         returns[turn.number] = value
-        earlier = [node for node in turn.path()[:-1] if node.is_turn]
-        if earlier:
-            following[earlier[-1].number].append(value)
+        earlier = turn.parent
+        while earlier is not None and not earlier.is_turn:
+            earlier = earlier.parent
+        if earlier is not None and turn in trained:
+            following[earlier.number].append(value)
     return [returns[turn.number] for turn in turns]

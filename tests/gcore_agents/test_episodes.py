@@ -1,0 +1,95 @@
+"""Episodes of agents: failures of their engine, and the credit of turns."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted import END, make_session, make_tokenizer
+
+from gcore_agents import CallError, ChatCall, ChatEncoder, ChatReply, Session, SessionReward
+from gcore_llm.agents.config import MultiTurnConfig
+from gcore_llm.agents.episodes import EpisodePlayer, turn_returns
+from gcore_rollout import Completion, Prompt, Request, RolloutError, SamplingParams
+
+USER = {"role": "user", "content": "?"}
+MORE = {"role": "user", "content": "And?"}
+
+
+class DyingEngine:
+    """Answers once."""
+
+    weight_version = 0
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        self.num_requests += 1
+        if self.num_requests > 1:
+            raise RolloutError("the engine is gone")
+        tokens = np.array(make_tokenizer()(f"One.{END}")["input_ids"])
+        yield Completion(
+            request_id=requests[0].request_id,
+            index=0,
+            token_ids=tokens,
+            log_probs=np.zeros(tokens.size, np.float32),
+            weight_versions=np.zeros(tokens.size, np.int32),
+            finish_reason="stop",
+        )
+
+
+async def ask(
+    session: Session, *messages: Mapping[str, Any], is_delivered: bool = True, **fields: Any
+) -> ChatReply:
+    replies = await session.respond(ChatCall(messages=messages, **fields))
+    if is_delivered:
+        session.mark_delivered(replies)
+    return replies[0]
+
+
+async def test_a_failure_of_the_engine_is_the_run_s_even_if_the_agent_handles_it() -> None:
+    async def answer_in_any_case(session: Session, prompt: Prompt) -> list[str]:
+        del prompt
+        first = await ask(session, USER)
+        with pytest.raises(CallError, match="the engine is gone"):
+            await ask(session, USER, first.message, MORE)
+        session.add_reward(SessionReward(value=0.0))
+        return ["One."]
+
+    player = EpisodePlayer(
+        drive=answer_in_any_case,
+        encoder=ChatEncoder(make_tokenizer()),
+        multi_turn=MultiTurnConfig(),
+        max_context=0,
+        credit=None,
+        timeout_s=0.0,
+        needs_score=True,
+        is_agent=True,
+    )
+    engine: Any = DyingEngine()
+    prompt = Prompt(text="?", token_ids=(1,), row={})
+    with pytest.raises(RolloutError, match="the engine is gone"):
+        await player.play(engine, prompt, "0/0", SamplingParams(max_tokens=100), 0)
+
+
+async def test_a_turn_has_the_discounted_mean_of_the_turns_that_continue_it() -> None:
+    session = make_session("One.", "Two.", "Three.")
+    first = await ask(session, USER)
+    second = await ask(session, USER, first.message, MORE)
+    third = await ask(session, USER, first.message, {"role": "user", "content": "Or?"})
+    for reply, value in ((first, 1.0), (second, 2.0), (third, 4.0)):
+        session.add_reward(SessionReward(value=value, response_id=reply.response_id))
+    session.add_reward(SessionReward(value=8.0))
+    assert turn_returns(session, discount=0.5) == [1.0 + 0.5 * 11.0, 10.0, 12.0]
+
+
+async def test_a_turn_that_the_agent_did_not_get_is_worth_nothing_to_the_one_before() -> None:
+    session = make_session("One.", "Two.", "Three.")
+    first = await ask(session, USER)
+    await ask(session, USER, first.message, MORE, is_delivered=False)
+    # The client asks for fewer tokens after its timeout, so that the call is another one.
+    last = await ask(session, USER, first.message, MORE, max_tokens=50)
+    session.add_reward(SessionReward(value=1.0, response_id=last.response_id))
+    returns = turn_returns(session, discount=1.0)
+    assert (returns[0], returns[2]) == (1.0, 1.0)
