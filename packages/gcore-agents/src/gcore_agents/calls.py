@@ -33,8 +33,6 @@ class ChatCall:
     """Calls with one key get one reply; empty: only while the first is being answered."""
     is_retry: bool = False
     """Whether the client says that it repeats a call."""
-    body_digest: str = ""
-    """Equal for calls that were sent with the same bytes; empty: calls are the same if their fields are equal."""
     prompt_ids: tuple[int, ...] = ()
     """Tokens to be continued in place of messages."""
     unused: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -226,8 +225,7 @@ class AgentServer:
         """Answer a call; ``is_stream``: its path says that it wants a stream."""
         try:
             dialect = self._find(request).dialects[kind]
-            call = dialect.read_call(await _read_body(request))
-            call = _mark_retry(request, call, await request.read())
+            call = _mark_retry(request, dialect.read_call(await _read_body(request)))
             if call.stream or is_stream:
                 return await self._stream(request, dialect, call)
             replies = await dialect.session.respond(call)
@@ -323,14 +321,13 @@ async def _read_body(request: web.Request) -> Any:
     return parse_json(body, "body")
 
 
-def _mark_retry(request: web.Request, call: ChatCall, body: bytes) -> ChatCall:
-    """Return a call with what its headers and its bytes say about retries."""
+def _mark_retry(request: web.Request, call: ChatCall) -> ChatCall:
+    """Return a call with what its headers say about retries."""
     count = request.headers.get("x-stainless-retry-count", "")
     return replace(
         call,
         is_retry=count.isdecimal() and int(count) > 0,
         retry_key=request.headers.get("Idempotency-Key", ""),
-        body_digest=sha256(body).hexdigest(),
     )
 
 
