@@ -93,3 +93,14 @@ async def test_a_turn_that_the_agent_did_not_get_is_worth_nothing_to_the_one_bef
     session.add_reward(SessionReward(value=1.0, response_id=last.response_id))
     returns = turn_returns(session, discount=1.0)
     assert (returns[0], returns[2]) == (1.0, 1.0)
+
+
+async def test_a_sample_has_at_most_a_conversation_and_the_tokens_of_a_response() -> None:
+    """As the configuration expects of micro-batches: here of 100 tokens and 60 more."""
+    session = make_session("x" * 200, max_tokens=60, max_context=100, max_tokens_per_turn=5)
+    await ask(session, {"role": "user", "content": "y" * 60})
+    for number in range(5):
+        await ask(session, {"role": "user", "content": f"{number}"})
+    assert session.end == "length"
+    num_tokens = sum(len(node.token_ids) for node in session.graph.nodes)
+    assert 100 < num_tokens <= 160

@@ -54,6 +54,10 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--actor.ppo-max-token-len", "47"],
             "at least data.max_prompt_length + data.max_response_length = ",
         ),
+        (
+            ["--rollout.agent.run", "a.py:f", "--actor.ppo-max-token-len", "79"],
+            "at least data.max_prompt_length + 2 * data.max_response_length = 80",
+        ),
         (["--warmup.test-freq", "0"], "warmup.test_freq is 0"),
         (["--task.num-val", "0"], "task.num_val is 0"),
         (["--actor.optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),

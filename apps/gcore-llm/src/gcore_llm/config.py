@@ -342,8 +342,14 @@ class TrainConfig(BaseRLConfig):
         longest = self.data.max_length
         response = self.data.max_response_length
         together = f"data.max_prompt_length + data.max_response_length = {longest}"
+        most = longest
+        renders_turns = rollout.multi_turn.is_used and rollout.multi_turn.history != "sampled"
+        if rollout.agent.run or renders_turns:
+            # The first conversation may take all of these, and others have a response's tokens besides.
+            most += response
+            together = f"data.max_prompt_length + 2 * data.max_response_length = {most}"
         expected = f"at least {together}, so that every sample fits a micro-batch"
-        self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
+        self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= most, expected)
         fits = algorithm.overlong.buffer_len <= response
         self.require(
             "algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}"

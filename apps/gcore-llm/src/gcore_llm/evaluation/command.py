@@ -217,8 +217,9 @@ def _set_lengths(config: TrainConfig, args: EvalArgs, longest: int) -> TrainConf
         raise UserError(f"max_tokens is {max_tokens}; expected 1 to {capacity}: {reason}")
     max_prompt_length = max(longest, config.data.max_prompt_length)
     data = replace(config.data, max_response_length=max_tokens, max_prompt_length=max_prompt_length)
+    longest_sample = data.max_length + data.max_response_length
     actor = replace(
-        config.actor, ppo_max_token_len=max(config.actor.ppo_max_token_len, data.max_length)
+        config.actor, ppo_max_token_len=max(config.actor.ppo_max_token_len, longest_sample)
     )
     return replace(config, data=data, actor=actor)
 
