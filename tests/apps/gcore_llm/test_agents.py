@@ -163,7 +163,10 @@ def test_an_agent_that_fails(cli: Cli, agent_args: list[str], agent: str, expect
 
 
 def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: list[str]) -> None:
-    """It takes them from its journal, and has the numbers of a run that was not killed."""
+    """It takes them from its journal, and has the numbers of a run that was not killed.
+
+    But for rounding: an engine's log-probs depend in their last bits on the turns that it happens to compute together.
+    """
     cli.ok(*use(agent_args, "in_a_thread"), "--name", "whole")
     args = [*use(agent_args, "killed_once"), "--name", "killed"]
     assert cli(*args).code == -signal.SIGKILL
@@ -181,7 +184,8 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
     rows = step_rows(cli.cwd / "runs/killed")
     expected = step_rows(cli.cwd / "runs/whole")
     for row, whole in zip(rows, expected, strict=True):
-        assert {name: row[name] for name in names} == {name: whole[name] for name in names}
+        for name in names:
+            assert row[name] == pytest.approx(whole[name], rel=1e-5), name
     (cli.cwd / "started.txt").write_text("x" * 100)
     cli.ok(*use(agent_args, "killed_once"), "--name", "again")
     num_whole = len((cli.cwd / "started.txt").read_text()) - 100

@@ -269,7 +269,11 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         return last
 
     async def update_weights(self, ctx: Context[Roles], step: int) -> None:
-        await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
+        policy = ctx.roles.policy
+        await ctx.roles.learner.update_weights(policy, version=step)
+        episodes = ctx.roles.episodes
+        if episodes is not None and episodes.record_weights is not None:
+            episodes.record_weights(step, policy.weight_version)
 
     async def synced_metrics(
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]

@@ -38,7 +38,7 @@ from gcore_llm.sampling import (
 )
 from gcore_llm.sections import WarmupConfig, drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, Request, RewardError
+from gcore_rollout import Engine, EpisodeRole, Request, RewardError
 from gcore_runs import (
     Display,
     RunFolder,
@@ -128,6 +128,7 @@ def train(
                     episodes=scoring["episodes"],
                 )
                 supervisor.run_async(making)
+                supervisor.run_async(close_episodes(scoring))
             drop_other_export(run.export, config.actor)
             if supervisor.resume(config.trainer.total_training_steps) is not None:
                 model = model_folder(config.model) if config.model else run.model
@@ -246,7 +247,7 @@ def scoring_roles(
     """
     journal = None
     if run is not None and config.rollout.agent.run:
-        journal = SessionJournal(run / "sessions", num_versions=config.trainer.save_freq)
+        journal = SessionJournal(run / "sessions", num_steps=config.trainer.save_freq)
     episodes = make_episodes(
         config.rollout.agent,
         config.rollout.multi_turn,
@@ -281,13 +282,18 @@ async def _start_inline(
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
+
+    async def close() -> None:
+        await close_episodes(scoring)
+        await policy.close()
+
     return await start_inline_backend(
         config,
         shared=SamplingRoles(policy=policy, devices=devices, **scoring),
         judges=judges,
         roles=Roles,
         start_trainer=partial(start_trainer, config, model, run.checkpoints),
-        close=policy.close,
+        close=close,
     )
 
 
@@ -358,10 +364,11 @@ async def _run_controller(
     """Build a controller's roles in its process, and run the program with them."""
     config = job.config
     rewards = await TextRewards.start(config, engines=services.judges)
+    scoring = scoring_roles(config, tokenizer, rewards, run=run)
     try:
         roles = Roles(
             policy=services.policy,
-            **scoring_roles(config, tokenizer, rewards, run=run),
+            **scoring,
             policy_slots=services.num_engines * config.rollout.max_num_seqs,
             learner=services.connect_trainer(ctx, partial(sample_flops, job.workload)),
             devices=services.devices,
@@ -369,7 +376,15 @@ async def _run_controller(
         )
         await job.program(recorder)(ctx.with_roles(roles))
     finally:
+        await close_episodes(scoring)
         await rewards.close()
+
+
+async def close_episodes(scoring: Mapping[str, Any]) -> None:
+    """Close the episodes of `scoring_roles`, if there are any."""
+    episodes: EpisodeRole | None = scoring["episodes"]
+    if episodes is not None and episodes.close is not None:
+        await episodes.close()
 
 
 def load_run(path: Path) -> tuple[RunFolder, TrainConfig]:

@@ -14,41 +14,49 @@ _TURN_FIELDS = ("log_probs", "weight_versions", "finish_reason", "response_id", 
 
 
 class SessionJournal:
-    """Records finished sessions in a folder, one line of JSON each, and gives back those of former processes.
+    """Records finished sessions in a folder, one line of JSON each, and gives back those of former journals.
 
-    Each process writes files of its own, one for each version of the weights. A line is on disk before `add` returns;
-    a line that was cut off is no session. Files of old versions are removed.
+    Each journal writes files of its own, one for each step. A line is on disk before `add` returns; a line that was cut
+    off is no session. Files of old steps are removed.
 
     Args:
         folder: of the run; made with the first session.
-        num_versions: of the weights, before the last one, whose sessions are kept: steps between two checkpoints.
+        num_steps: before the last one, whose sessions are kept: those between two checkpoints.
 
     Example:
-        >>> journal = SessionJournal(Path("sessions"), num_versions=25)
-        >>> journal.find("row 3", version=7) is None
+        >>> journal = SessionJournal(Path("sessions"), num_steps=25)
+        >>> journal.find("row 3", step=7) is None
         True
     """
 
-    def __init__(self, folder: Path, *, num_versions: int) -> None:
+    def __init__(self, folder: Path, *, num_steps: int) -> None:
         self._folder = folder
-        self._num_versions = num_versions
+        self._num_steps = num_steps
         self._former: dict[tuple[str, int], Mapping[str, Any]] = {}
         for file in sorted(folder.glob("*.jsonl")):
-            version = int(file.name.partition("-")[0])
+            step = int(file.name.partition("-")[0])
             for record in _read_lines(file):
-                self._former[record["key"], version] = record
+                self._former[record["key"], step] = record
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
-        self._version = -1
+        self._step = -1
         self._file: IO[bytes] | None = None
 
-    def find(self, key: str, *, version: int) -> Mapping[str, Any] | None:
-        """Return the record of a session that began with a version of the weights; None: no former process has one."""
-        return self._former.get((key, version))
+    def find(self, key: str, *, step: int) -> Mapping[str, Any] | None:
+        """Return the record of a session that began with the weights of a step; None: no former journal has one."""
+        return self._former.get((key, step))
 
-    def add(self, key: str, session: Session, *, version: int, turns: list[str]) -> None:
-        """Record a finished session under a key, with the texts that its agent's driver returned."""
+    def add(self, key: str, session: Session, *, step: int, version: int, turns: list[str]) -> None:
+        """Record a finished session.
+
+        Args:
+            key: names the session among those of a step.
+            step: the last one before the session, whose weights it began with.
+            version: of these weights, as its engine numbers them.
+            turns: the texts that the agent's driver returned.
+        """
         record = {
             "key": key,
+            "version": version,
             "end": session.end,
             "turns": turns,
             "rewards": [vars(reward) for reward in session.rewards],
@@ -56,7 +64,7 @@ class SessionJournal:
             "findings": dict(session.graph.findings),
             "nodes": [_describe(node) for node in session.graph.nodes],
         }
-        file = self._open(version)
+        file = self._open(step)
         file.write(json.dumps(record).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -67,25 +75,35 @@ class SessionJournal:
             self._file.close()
         self._file = None
 
-    def _open(self, version: int) -> IO[bytes]:
-        """Return the file of a version; with a new one, files of versions that no resumed run needs are removed."""
-        if self._file is None or version != self._version:
+    def _open(self, step: int) -> IO[bytes]:
+        """Return the file of a step; with a new one, files of steps that no resumed run needs are removed."""
+        if self._file is None or step != self._step:
             self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
             for file in self._folder.glob("*.jsonl"):
-                if int(file.name.partition("-")[0]) < version - self._num_versions:
+                if int(file.name.partition("-")[0]) < step - self._num_steps:
                     file.unlink(missing_ok=True)
-            self._file = (self._folder / f"{version:08}-{self._name}").open("ab")
-            self._version = version
+            self._file = (self._folder / f"{step:08}-{self._name}").open("ab")
+            self._step = step
         return self._file
 
 
-def restore_session(session: Session, record: Mapping[str, Any]) -> list[str]:
-    """Set the graph, the rewards and the end of a new session from a record, and return the texts of its turns."""
+def restore_session(session: Session, record: Mapping[str, Any], *, version: int) -> list[str]:
+    """Set the graph, the rewards and the end of a new session from a record, and return the texts of its turns.
+
+    ``version`` is the number that the weights which it began with have now: engines that were replaced count from
+    another one.
+    """
     graph = MessageGraph()
+    shift = version - record["version"]
     for fields in record["nodes"]:
         parent = graph.root if fields["parent"] < 0 else graph.nodes[fields["parent"]]
-        graph.add_node(parent, **{name: fields[name] for name in fields if name != "parent"})
+        node_fields = {name: fields[name] for name in fields if name != "parent"}
+        if "weight_versions" in fields:
+            node_fields["weight_versions"] = [
+                number + shift for number in fields["weight_versions"]
+            ]
+        graph.add_node(parent, **node_fields)
     graph.findings.update(record["findings"])
     session.graph = graph
     session.rewards = [SessionReward(**reward) for reward in record["rewards"]]

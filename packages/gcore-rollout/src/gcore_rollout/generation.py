@@ -99,6 +99,10 @@ class EpisodeRole:
     """Whether the reward has scored the turns; otherwise it scores the last one."""
     failures: FailureLog = field(default_factory=FailureLog)
     """Failures of episodes, with ``on_error`` "drop"."""
+    record_weights: Callable[[int, int], None] | None = None
+    """Records, given a step and a version, that the policy's engine has given this version to the step's weights."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Frees what episodes share, when there are no more of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,16 +409,19 @@ class Generation:
         """Run one episode and score its last turn; the greedy episode has no index."""
         name = str(index)
         sampling = self.sampling
+        seed_index = index
         if index is None:
             name = "greedy"
             sampling = self._greedy
+            # The hash of None differs between processes.
+            seed_index = self.n
         try:
             episode = await role.play(
                 self.roles.policy,
                 group.prompt,
                 f"{group.prompt_index}/{name}",
                 sampling,
-                hash((self.seed, group.prompt_index, index)),
+                hash((self.seed, group.prompt_index, seed_index)),
             )
         except EpisodeError as error:
             if role.on_error == "raise":

@@ -93,8 +93,10 @@ def make_episodes(
                 f"model has a chat template that cannot continue conversations: {error}"
             ) from None
     drive: _Drive
+    runner: AgentRunner | None = None
     if agent.run:
-        drive = AgentRunner(agent).run
+        runner = AgentRunner(agent)
+        drive = runner.run
     else:
         make: Callable[[Mapping[str, Any]], Environment]
         if multi_turn.max_revisions:
@@ -118,8 +120,19 @@ def make_episodes(
         needs_score=bool(agent.run) and not is_rewarded,
         journal=journal if agent.run else None,
     )
+
+    async def close() -> None:
+        if runner is not None:
+            await runner.close()
+        if journal is not None:
+            journal.close()
+
     return EpisodeRole(
-        play=player.play, on_error=on_error, is_scored=bool(multi_turn.max_revisions)
+        play=player.play,
+        on_error=on_error,
+        is_scored=bool(multi_turn.max_revisions),
+        record_weights=player.record_weights,
+        close=close,
     )
 
 
@@ -189,6 +202,12 @@ class EpisodePlayer:
     """Whether an agent decides what the conversations are, so that branches are counted."""
     journal: SessionJournal | None = None
     """Gives back the sessions that a process had finished when it was killed."""
+    num_versions_skipped: int = 0
+    """Of the engine, whose versions are not those of steps once lost controllers were replaced."""
+
+    def record_weights(self, step: int, version: int) -> None:
+        """Record the version that the engine gave to the weights of a step."""
+        self.num_versions_skipped = version - step
 
     async def play(
         self, policy: Engine, prompt: Prompt, request_id: str, sampling: SamplingParams, seed: int
@@ -211,13 +230,15 @@ class EpisodePlayer:
             stop=sampling.stop,
         )
         version = policy.weight_version
+        step = version - self.num_versions_skipped
         # Evaluations have the same ids, for other prompts or temperatures.
         what = repr((prompt.token_ids, sampling, seed)).encode()
         key = f"{request_id} {blake2b(what, digest_size=8).hexdigest()}"
         if self.journal is not None:
-            record = self.journal.find(key, version=version)
+            record = self.journal.find(key, step=step)
             if record is not None:
-                return self._make_completion(session, restore_session(session, record))
+                turns = restore_session(session, record, version=version)
+                return self._make_completion(session, turns)
         try:
             turns = await self.drive(session, prompt)
         except AgentFailedError as error:
@@ -229,7 +250,7 @@ class EpisodePlayer:
             raise sampler.error
         completion = self._make_completion(session, turns)
         if self.journal is not None:
-            self.journal.add(key, session, version=version, turns=turns)
+            self.journal.add(key, session, step=step, version=version, turns=turns)
         return completion
 
     def _make_completion(self, session: Session, turns: list[str]) -> Completion:
@@ -319,6 +340,12 @@ class AgentRunner:
             session.end = "done"
         last = [node for node in session.graph.turns() if node.is_delivered][-1:]
         return [session.turn_text(node.response_id) for node in last]
+
+    async def close(self) -> None:
+        """Close the endpoint."""
+        if self._server is not None:
+            await self._server.close()
+        self._server = None
 
 
 async def run_environment(

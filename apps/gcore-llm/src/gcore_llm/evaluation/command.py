@@ -16,7 +16,13 @@ from gcore_llm.evaluation.sets import PUBLISHED, val_sources, with_sources
 from gcore_llm.modality import SamplingRoles
 from gcore_llm.prompts import PromptSets, load_val_files, longest_sequence, val_prompts
 from gcore_llm.sampling import TextRewards
-from gcore_llm.training import finished_policy, load_prompts, load_run, scoring_roles
+from gcore_llm.training import (
+    close_episodes,
+    finished_policy,
+    load_prompts,
+    load_run,
+    scoring_roles,
+)
 from gcore_rollout import Group, reward_names
 from gcore_runs import (
     Display,
@@ -90,8 +96,12 @@ async def _evaluate(args: EvalArgs, display: Display) -> tuple[Path, int | None,
                 results.add(task, group)
                 bar.add(group)
 
-            roles = SamplingRoles(policy=engine, **scoring_roles(config, tokenizer, rewards))
-            evaluation = await evaluate(roles, sets, done=done, finished=record)
+            scoring = scoring_roles(config, tokenizer, rewards)
+            try:
+                roles = SamplingRoles(policy=engine, **scoring)
+                evaluation = await evaluate(roles, sets, done=done, finished=record)
+            finally:
+                await close_episodes(scoring)
         finally:
             await engine.close()
     finally:
