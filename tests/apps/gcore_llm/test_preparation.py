@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig
-from gcore_llm.learning.preparation import prepare
+from gcore_llm.learning.preparation import has_signal, prepare
 from gcore_rollout import Completion, Group
 from gcore_trainer import (
     BatchError,
@@ -53,6 +53,44 @@ def prepared(
 
     [metrics] = asyncio.run(run_inline(program, roles=None))
     return samples, metrics
+
+
+def test_credit_of_turns_is_against_the_mean_return_of_the_group() -> None:
+    """Of two episodes with equal scores; the metrics are of these advantages, too."""
+    mask = np.array([True, False, True])
+    samples: list[Sample] = []
+    responses: list[Completion] = []
+    for credit, mean_return in (([1.0, 0.0, 3.0], 2.0), ([0.0, 9.0, 0.0], 0.0)):
+        samples.append(
+            Sample(prompt_ids=np.arange(3), response_ids=np.arange(3), response_mask=mask)
+        )
+        response = Completion(
+            request_id="",
+            index=0,
+            finish_reason="stop",
+            token_ids=np.arange(3),
+            log_probs=np.zeros(3, np.float32),
+            weight_versions=np.zeros(3, np.int32),
+            mask=mask,
+            credit=np.array(credit, np.float32),
+            parts={"agent/return": mean_return},
+        )
+        responses.append(response)
+    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses)
+    algorithm = AlgorithmConfig()
+
+    async def program(context: Any) -> dict[str, float]:
+        kl = KLController(algorithm.kl_ctrl)
+        return await prepare(
+            [group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group
+        )
+
+    [metrics] = asyncio.run(run_inline(program, roles=None))
+    advantages = [sample.advantages for sample in samples if sample.advantages is not None]
+    np.testing.assert_allclose(advantages, [[0.0, 0.0, 2.0], [-1.0, 0.0, -1.0]])
+    assert metrics["critic/advantages/max"] == 2.0
+    assert metrics["critic/advantages/min"] == -1.0
+    assert has_signal(metrics, needs_scores=False)
 
 
 def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[Sample]:

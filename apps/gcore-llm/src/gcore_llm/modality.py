@@ -227,7 +227,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             metrics |= await add_distillation(
                 samples, teacher_log_probs, ctx.group.all_gather, coef=self._distillation.coef
             )
-        metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
+        needs_scores = not is_taught and config.rollout.agent.credit == "session"
+        signal = has_signal(batch.metrics | metrics, needs_scores=needs_scores)
+        metrics[self.HAS_SIGNAL] = float(signal)
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
             update_groups: list[Group] = []

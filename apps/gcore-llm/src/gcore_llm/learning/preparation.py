@@ -110,9 +110,14 @@ async def prepare(
     estimator = get_advantage_estimator(algorithm.adv_estimator)
     greedy_scores = [g.greedy_score for g in groups]
     metrics = await add_advantages(
-        samples, rewards, greedy_scores, estimator, settings, group.all_gather
+        samples,
+        rewards,
+        greedy_scores,
+        estimator,
+        settings,
+        group.all_gather,
+        credits=[_center_credit(scored) for scored in groups],
     )
-    _set_credit(groups, samples)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
         metrics |= await add_rollout_correction(
@@ -121,14 +126,19 @@ async def prepare(
     return metrics
 
 
-def _set_credit(groups: Sequence[Group], samples: Sequence[Sequence[Sample]]) -> None:
-    """Set the advantages of episodes whose turns are credited one by one: against the mean return of the group."""
-    for group, group_samples in zip(groups, samples, strict=True):
-        returns = [response.parts.get("agent/return", 0.0) for response in group.responses]
-        for response, sample in zip(group.responses, group_samples, strict=True):
-            if response.credit is not None:
-                advantages = response.credit - np.float32(np.mean(returns))
-                sample.advantages = np.where(sample.mask, advantages, np.float32(0))
+def _center_credit(group: Group) -> list[NDArray[np.float32] | None]:
+    """Return the advantages [R] of episodes whose turns are credited one by one, against the mean return of the group.
+
+    None: the response has advantages by its score.
+    """
+    returns = [response.parts.get("agent/return", 0.0) for response in group.responses]
+    advantages: list[NDArray[np.float32] | None] = []
+    for response in group.responses:
+        credit = response.credit
+        if credit is not None:
+            credit = credit - np.float32(np.mean(returns))
+        advantages.append(credit)
+    return advantages
 
 
 def _rewards(
@@ -324,12 +334,15 @@ async def probe(
     return [replace(group, responses=[completion], greedy_score=None) for completion in completions]
 
 
-def has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
-    """Return whether advantages are not 0 beyond rounding errors, because scores differ or teachers have some."""
+def has_signal(metrics: dict[str, float], *, needs_scores: bool) -> bool:
+    """Return whether advantages are not 0 beyond rounding errors.
+
+    If it ``needs_scores``, these have to differ: advantages are made of nothing else.
+    """
     advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
     low = metrics.get("critic/score/min", 0.0)
     high = metrics.get("critic/score/max", 1.0)
-    return (is_taught or low < high) and max(advantages) > 1e-6
+    return (low < high or not needs_scores) and max(advantages) > 1e-6
 
 
 def samples_to_show(

@@ -286,12 +286,15 @@ async def add_advantages(
     estimator: AdvantageEstimator,
     config: AdvantageConfig,
     all_gather: AllGather,
+    *,
+    credits: Sequence[Sequence[NDArray[np.float32] | None]] = (),
 ) -> dict[str, float]:
     """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
     Args:
         samples: of each group of this process; a critic's values are in them.
         rewards: [R] of each sample: see `ScoredGroup`.
+        credits: [R] advantages of each sample that has them already; None: the estimator makes them. Empty: of all.
 
     Returns:
         metrics of the whole batch under verl's names.
@@ -322,6 +325,10 @@ async def add_advantages(
         batch = sum(await all_gather(moments), np.zeros(3))
         for sample in everyone:
             sample.advantages = whiten(sample.advantages, sample.mask, batch)
+    for group_samples, group_credits in zip(samples, credits, strict=bool(credits)):
+        for sample, credit in zip(group_samples, group_credits, strict=True):
+            if credit is not None:
+                sample.advantages = np.where(sample.mask, credit, np.float32(0))
     fields = ["advantages"]
     if estimator.needs_critic:
         fields = ["values", "returns", "advantages"]
