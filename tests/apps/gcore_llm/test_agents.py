@@ -117,6 +117,11 @@ def test_turns_are_credited_one_by_one(cli: Cli, agent_args: list[str], credit: 
     for row in step_rows(cli.cwd / "runs/default"):
         assert row["reward/turns/mean"] == pytest.approx(2)
         assert row["actor/grad_norm"] > 0
+        if credit != "turns":
+            # The turns of each session are nodes 1 and 3.
+            assert row["reward/agent/return/mean"] == pytest.approx(2)
+            assert row["critic/advantages/min"] == -1
+            assert row["critic/advantages/max"] == 1
 
 
 def test_a_command_finds_its_model_in_its_environment(cli: Cli, agent_args: list[str]) -> None:
@@ -198,6 +203,10 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
         (["--rollout.agent.run", "nothing"], "expected PATH.py:function, or 'command: ...'"),
         (["--rollout.agent.run", "none.py:f"], "rollout.agent.run is 'none.py:f': no such file"),
         (["--rollout.agent.credit", "none"], "expected session, turns, or PATH.py:function"),
+        (
+            ["--rollout.agent.credit", "turns", "--reward", "math-verify"],
+            "expected session with reward: turns are credited with the agent's rewards alone",
+        ),
         (
             ["--rollout.agent.run", "a.py:f", "--rollout.multi-turn.environment", "b.py:g"],
             "expected '' with rollout.multi_turn.environment",

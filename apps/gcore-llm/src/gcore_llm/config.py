@@ -370,6 +370,17 @@ class TrainConfig(BaseRLConfig):
         # A return along a conversation has no meaning across its branches.
         is_outcome = not (rollout.agent.run and algorithm.estimator.needs_critic)
         self.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
+        if rollout.agent.credit == "turns":
+            added = {
+                "reward": self.reward,
+                "reward_model": self.reward_model.is_used,
+                "task.name": self.task.name,
+                "algorithm.kl_ctrl.kl_coef": algorithm.kl_ctrl.kl_coef,
+                "algorithm.overlong.buffer_len": algorithm.overlong.buffer_len,
+            }
+            for name, value in added.items():
+                reason = f"session with {name}: turns are credited with the agent's rewards alone"
+                self.require("rollout.agent.credit", not value, reason)
         several_turns = "several turns" if rollout.has_several_turns else ""
         greedy = (
             f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
