@@ -83,13 +83,15 @@ async def test_the_endpoint_conforms(endpoint: ScriptedEndpoint, template: str) 
 
 @pytest.mark.slow
 async def test_the_endpoint_conforms_with_all_templates(endpoint: ScriptedEndpoint) -> None:
-    templates = [*list_templates(), *list_model_templates()]
-    results = await run(endpoint, templates=templates)
+    """Those of models in one dialect: the dialects do not depend on the template."""
+    models = list_model_templates()
+    results = await run(endpoint, templates=list_templates())
+    results += await run(endpoint, templates=models, dialects=["chat"])
     assert not failures(results)
-    for template in templates:
+    assert len(models) >= 41
+    for template in models:
         outcomes = [result.outcome for result in results if result.template == template]
-        assert outcomes.count("ok") >= 65
-    assert len(templates) >= 47
+        assert outcomes.count("ok") >= 15
 
 
 ADD_TURN = MessageGraph.add_turn
