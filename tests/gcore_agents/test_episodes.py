@@ -1,15 +1,28 @@
-"""Episodes of agents: failures of their engine, and the credit of turns."""
+"""Episodes of agents: failures, rewards, the credit of turns, and how a session ends."""
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scripted import END, make_session, make_tokenizer
 
-from gcore_agents import CallError, ChatCall, ChatEncoder, ChatReply, Session, SessionReward
-from gcore_llm.agents.config import MultiTurnConfig
-from gcore_llm.agents.episodes import EpisodePlayer, turn_returns
+from gcore_agents import (
+    AgentFailedError,
+    AgentTask,
+    CallError,
+    ChatCall,
+    ChatEncoder,
+    ChatReply,
+    Session,
+    SessionReward,
+    run_function,
+)
+from gcore_agents.session import SessionStatus
+from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
+from gcore_llm.agents.episodes import AgentRunner, EpisodePlayer, turn_returns
 from gcore_rollout import Completion, Prompt, Request, RolloutError, SamplingParams
 
 USER = {"role": "user", "content": "?"}
@@ -93,6 +106,39 @@ async def test_a_turn_that_the_agent_did_not_get_is_worth_nothing_to_the_one_bef
     session.add_reward(SessionReward(value=1.0, response_id=last.response_id))
     returns = turn_returns(session, discount=1.0)
     assert (returns[0], returns[2]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "end"),
+    [("completed", "done"), ("truncated", "max_turns"), ("failed", "the status failed")],
+)
+async def test_an_agent_says_how_its_work_ended(
+    tmp_path: Path, status: SessionStatus, end: str
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(f"def work(task):\n    task.session.close({status!r})\n    return 1.0\n")
+    runner = AgentRunner(AgentConfig(run=f"{path}:work"))
+    session = make_session("One.")
+    await ask(session, USER)
+    prompt = Prompt(text="?", token_ids=(1,), row={})
+    if status == "failed":
+        with pytest.raises(AgentFailedError, match=end):
+            await runner.run(session, prompt)
+    else:
+        assert await runner.run(session, prompt) == ["One."]
+        assert session.end == end
+    await runner.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, "1"])
+async def test_rewards_that_are_no_finite_numbers_fail_their_session(value: object) -> None:
+    def score_so(task: AgentTask) -> Any:
+        del task
+        return value
+
+    task = AgentTask(row={}, base_url="", api_key="", session=make_session())
+    with pytest.raises(AgentFailedError, match="as 'reward'; expected a finite number"):
+        await run_function(score_so, task, timeout_s=60)
 
 
 async def test_a_sample_has_at_most_a_conversation_and_the_tokens_of_a_response() -> None:

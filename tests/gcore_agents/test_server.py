@@ -464,6 +464,7 @@ async def test_rewards_and_the_end_of_a_session(connect: Connect) -> None:
     assert client.session.rewards == [SessionReward(**body)]
     for wrong, field, status in [
         ({"value": "high"}, "value", 400),
+        ({"value": 10**400}, "value", 400),
         ({"value": 1, "response_id": "none"}, "response_id", 404),
         ({}, "value", 400),
     ]:

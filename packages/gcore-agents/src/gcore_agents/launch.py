@@ -4,9 +4,9 @@ import asyncio
 import contextvars
 import inspect
 import json
-import math
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -116,7 +116,7 @@ def _list_rewards(result: Any, name: str) -> list[tuple[str, float]]:
     elif result is not None:
         rewards.append(("reward", result))
     for reward_name, value in rewards:
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise AgentFailedError(
                 f"{name} returned {value!r:.80} as {reward_name!r}; expected a finite number"
             )

@@ -5,6 +5,7 @@ import hashlib
 import json
 import marshal
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -218,7 +219,7 @@ class Session:
 
     def add_reward(self, reward: SessionReward) -> None:
         """Add a reward; `CallError` if it is not finite, or of no turn of this session."""
-        if not abs(reward.value) < float("inf"):
+        if not abs(reward.value) <= sys.float_info.max:
             raise CallError(
                 f"value is {reward.value}; expected a finite number", status=400, field="value"
             )

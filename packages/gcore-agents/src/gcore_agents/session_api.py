@@ -1,5 +1,6 @@
 """Routes of a session for its runner, over HTTP: its state, its graph, rewards and its end."""
 
+import sys
 import time
 from typing import Any, get_args
 
@@ -51,7 +52,8 @@ def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
 def add_reward(session: Session, fields: JsonFields) -> dict[str, Any]:
     """Add a reward of the session, or of the turn ``response_id``."""
     value = fields.values.get("value")
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or abs(value) > sys.float_info.max:
         fields.fail("value", "a finite number")
     reward = SessionReward(
         value=float(value),

@@ -326,8 +326,9 @@ class AgentRunner:
             if self._server is None:
                 from gcore_agents import AgentServer
 
-                self._server = AgentServer()
-                await self._server.start()
+                server = AgentServer()
+                await server.start()
+                self._server = server
         base_url = self._server.open(session)
         task = AgentTask(row=prompt.row, base_url=base_url, api_key=session.key, session=session)
         try:
@@ -336,8 +337,11 @@ class AgentRunner:
                 await self._run(task, timeout_s=timeout_s + min(timeout_s, _GRACE_S))
         finally:
             self._server.release(session)
+        if session.status == "failed":
+            raise AgentFailedError("the agent closed its session with the status failed")
         if session.end is None:
-            session.end = "done"
+            # One that says truncated has reached a limit of its own.
+            session.end = "max_turns" if session.status == "truncated" else "done"
         last = [node for node in session.graph.turns() if node.is_delivered][-1:]
         return [session.turn_text(node.response_id) for node in last]
 
