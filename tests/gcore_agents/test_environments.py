@@ -213,6 +213,12 @@ def test_without_a_template_contents_follow_each_other() -> None:
         encoder.first([{"role": "user", "content": "1+1="}], tools=[{"type": "function"}])
 
 
+def test_conversations_have_no_images() -> None:
+    encoder = ChatEncoder(make_tokenizer())
+    with pytest.raises(MessageError, match=r"message 1\.content has an image; expected text alone"):
+        encoder.first([{"role": "user", "content": [{"type": "image"}]}])
+
+
 def test_a_template_that_cannot_continue_is_refused() -> None:
     tokenizer = make_tokenizer(
         "{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}"

@@ -15,7 +15,6 @@ from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, in_parts, u
 from safetensors.torch import load_file
 from tiny_vision_model import IMAGE, VISION_END, VISION_START, Reference, noise, save_vision_model
 
-from gcore_agents import ChatEncoder
 from gcore_rollout import (
     Completion,
     Engine,
@@ -267,14 +266,6 @@ def test_vllm_names_what_it_lacks(
     monkeypatch.setattr("gcore_rollout.engines.vllm.process.find_spec", lambda _: None)
     with pytest.raises(RolloutError, match="torchvision"):
         VLLMEngine.from_pretrained(folders["old"])
-
-
-def test_conversations_of_several_turns_have_no_images() -> None:
-    class Tokenizer:
-        chat_template = None
-
-    with pytest.raises(RolloutError, match="image"):
-        ChatEncoder(Tokenizer()).first([{"role": "user", "content": [{"type": "image"}]}])
 
 
 async def test_weights_of_other_names_are_refused(folders: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""`gcore-llm train` with agents' commands on Ray: processes of each kind are killed, and no finished session is lost."""
+"""`gcore-llm train` with agents on Ray: processes of each kind are killed, and no finished session is lost."""
 
 import os
 import re

@@ -188,7 +188,7 @@ def test_rows_whose_images_do_not_fit_are_refused(
             ["--trainer.num-processes", "2", "--trainer.parallel.context-parallel-size", "2"],
             "context_parallel_size is 2",
         ),
-        (["--rollout.multi-turn.max-revisions", "1"], "rollout.multi_turn makes several turns"),
+        (["--rollout.multi-turn.max-revisions", "1"], "rollout makes several turns"),
         (["--algorithm.adv-estimator", "gae"], "algorithm.adv_estimator is 'gae'"),
     ],
 )

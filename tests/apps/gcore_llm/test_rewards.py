@@ -406,7 +406,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
-            "reward_model.judge.pairwise is true; expected false with several turns (rollout.multi_turn), because one",
+            "reward_model.judge.pairwise is true; expected false with several turns, because one",
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],

@@ -178,7 +178,7 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
             ["--task.params", "min_terms", "3"],
             "task.params is a table; expected --task.params.NAME VALUE, --task.params NAME=VALUE",
         ),
-        ("train", ["--recipe", "x"], "recipe is 'x'; expected one of embedded, agent, own_data"),
+        ("train", ["--recipe", "x"], "recipe is 'x'; expected one of agent, embedded, own_data"),
     ],
 )
 def test_unknown_names(command: str, args: list[str], expected: str) -> None:

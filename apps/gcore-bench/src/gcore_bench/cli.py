@@ -19,6 +19,7 @@ _BENCHES = {
     "controller": "large payloads under gcore-controller and verl's single driver",
     "diffusion": "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers",
     "data": "starts on a million prompts, and the order of 100 million rows, against verl's way and RandomSampler",
+    "agents": "processor time of calls to the endpoint of agents, against a bare server that reads the same bodies",
     "placement": "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
 }
 """A line of help for each command NAME, a module with a `NameOptions` and a `run`."""

@@ -11,7 +11,7 @@ from gcore_llm.config import RolloutConfig, TrainArgs, TrainConfig, TrainerConfi
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes.large import LARGE
 from gcore_llm.report import KINDS
-from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig, TaskConfig
+from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig, TaskConfig, WarmupConfig
 from gcore_runs import (
     Amount,
     Checked,
@@ -76,9 +76,9 @@ def embedded() -> TrainConfig:
     )
 
 
-def agent() -> TrainArgs:
+def agent() -> TrainConfig:
     """The same model uses a tool: set rollout.agent.run. An agent's own work is most of a step, so steps are few."""
-    config = convert_settings(embedded(), TrainArgs)
+    config = embedded()
     return replace(
         config,
         task=replace(config.task, num_train=2_000, num_val=64),
@@ -88,7 +88,6 @@ def agent() -> TrainArgs:
         # Twelve updates a step: samples take long, and updates do not.
         actor=replace(config.actor, ppo_mini_batch_size=4, ppo_epochs=3),
         trainer=replace(config.trainer, total_training_steps=20),
-        warmup=replace(config.warmup, max_steps=105, target_accuracy=0.3, test_freq=35),
     )
 
 
@@ -142,6 +141,7 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 def parse_train_args(args: Sequence[str]) -> TrainArgs:
     """Return the same, and the options that are no settings of a run; see `parse`."""
     recipes = extend_recipes(RECIPES, TrainArgs)
+    recipes["agent"] = _warm_up_agent
     has_agent = any(arg.startswith(_AGENT) for arg in args)
     return parse(
         args,
@@ -150,6 +150,12 @@ def parse_train_args(args: Sequence[str]) -> TrainArgs:
         description="Train by GRPO with dynamic sampling.",
         embedded="agent" if has_agent else "embedded",
     )
+
+
+def _warm_up_agent() -> TrainArgs:
+    """Return the recipe `agent` with a warm-up that leaves something to learn, and has few checks: agents are slow."""
+    warmup = WarmupConfig(max_steps=105, target_accuracy=0.3, test_freq=35)
+    return replace(convert_settings(agent(), TrainArgs), warmup=warmup)
 
 
 def _settings() -> dict[str, type]:

@@ -1,0 +1,73 @@
+"""`gcore-bench agents`: processor time of the endpoint of agents, whose clients are another process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rich.console import Console
+
+from gcore_bench.harness.processes import Spec, run_child
+from gcore_bench.harness.report import (
+    BenchSession,
+    Count,
+    QuickOptions,
+    Rounds,
+    add_ratios,
+    plain,
+    verdict,
+)
+
+_CONTENDERS = ("bare aiohttp", "Session.respond", "endpoint")
+_AIM_MS = 1.0
+_COLUMNS = {
+    "CPU ms a call": "call_ms .3f",
+    "over bare aiohttp": "call_ms_ratio x",
+    "tokenization, CPU ms": "tokenization_ms .3f",
+    "calls": "calls ,.0f",
+}
+_NOTE = (
+    "CPU ms: of the server's process, clients being another one; without tokenization, which has a column of its own, "
+    "and with a sampler that answers at once. bare aiohttp: reads bodies of the same sizes, and sends one ready reply. "
+    "Session.respond: the same calls without HTTP and JSON."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsOptions(QuickOptions):
+    """Measure processor time of calls to the endpoint of agents, against a bare server that reads the same bodies."""
+
+    sessions: Count = 1024
+    """Sessions of each round."""
+    at_once: Count = 256
+    """Sessions at once, each with a connection of its own."""
+    calls: Count = 4
+    """Calls of a session; each continues the one before it."""
+    prompt_chars: Count = 4000
+    """Characters of the system message, each of which is a token."""
+    message_chars: Count = 800
+    """Characters of a turn's text, and of each message that answers a turn."""
+    tools: Count = 4
+    """Tools that each call announces."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "sessions": 16, "at_once": 8}
+
+
+def run(options: AgentsOptions, console: Console) -> None:
+    """Measure and print processor time of calls, and write the figures."""
+    options = options.resize_if_quick()
+    with BenchSession(options, console, notes=[_NOTE]) as session:
+        rounds = Rounds("calls", options.rounds, say=session.say)
+        for turn in rounds.turns(_CONTENDERS):
+            spec = Spec(
+                work="gcore_bench.agents_work",
+                contender=turn.contender,
+                folder=str(session.folder),
+                options=plain(options),
+            )
+            figures, _ = run_child(spec)
+            turn.done({turn.contender: figures}, f"{figures['call_ms']:.3f} CPU ms a call")
+        rows = rounds.summarise()
+        add_ratios(rows, rounds.runs, "bare aiohttp", "call_ms")
+        is_met = rows["endpoint"]["call_ms"] <= _AIM_MS
+        line = f"aim: the endpoint takes at most {_AIM_MS:g} CPU ms a call: {verdict(is_met)}"
+        session.report("calls of agents", _COLUMNS, rows, rounds.runs, lines=[line])
