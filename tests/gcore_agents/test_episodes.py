@@ -1,5 +1,6 @@
 """Episodes of agents: failures, rewards, the credit of turns, and how a session ends."""
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ from gcore_agents import (
     ChatCall,
     ChatEncoder,
     ChatReply,
+    Opening,
+    Reply,
     Session,
     SessionReward,
+    run_episode,
     run_function,
 )
 from gcore_agents.session import SessionStatus
@@ -150,3 +154,23 @@ async def test_a_sample_has_at_most_a_conversation_and_the_tokens_of_a_response(
     assert session.end == "length"
     num_tokens = sum(len(node.token_ids) for node in session.graph.nodes)
     assert 100 < num_tokens <= 160
+
+
+async def test_an_episode_that_is_cancelled_ends_its_turn() -> None:
+    """The run may end because of another episode, and closes its engine."""
+
+    class Question:
+        async def reset(self) -> Opening:
+            return Opening(messages=[USER])
+
+        async def step(self, completion: str) -> Reply:
+            return Reply(done=bool(completion))
+
+    session = make_session("One.", delay_s=60)
+    episode = asyncio.create_task(run_episode(session, Question(), timeout_s=60))
+    await asyncio.sleep(0.01)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

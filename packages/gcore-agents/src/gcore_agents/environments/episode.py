@@ -21,8 +21,8 @@ _logger = logging.getLogger(__name__)
 async def run_episode(session: Session, environment: Environment, *, timeout_s: float) -> list[str]:
     """Play one episode of a new environment in a new session, and return the texts of the policy's turns.
 
-    The rewards of turns are the session's, and `Session.end` is how the episode ended. However it ends, an
-    environment's method ``close``, if it has one, is awaited once at its end.
+    The rewards of turns are the session's, and `Session.end` is how the episode ended. However it ends, the session is
+    closed, and an environment's method ``close``, if it has one, is awaited once at its end.
 
     Args:
         session: its budget bounds turns and tokens.
@@ -41,6 +41,7 @@ async def run_episode(session: Session, environment: Environment, *, timeout_s: 
         outcome = "cancelled"
         raise
     finally:
+        session.close()
         await _close(environment, outcome, timeout_s, f"episode {session.session_id!r}: close")
     return turns
 
