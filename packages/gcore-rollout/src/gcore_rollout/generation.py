@@ -424,12 +424,7 @@ class Generation:
                 hash((self.seed, group.prompt_index, seed_index)),
             )
         except EpisodeError as error:
-            if role.on_error == "raise":
-                raise
-            # A failure of the run's reward during a revision is counted by the reward.
-            if not isinstance(error.__cause__, RewardError):
-                role.failures.failed(error)
-            group.num_failed += 1
+            self._count_failure(role, group, error)
             return
         finally:
             self._end_of_response()
@@ -443,7 +438,21 @@ class Generation:
                 return
             parts = {**last.parts, **episode.parts}
             scored = replace(last, score=episode.score + last.score, parts=parts)
-        self._add(group, replace(episode, index=index or 0), scored)
+        try:
+            self._add(group, replace(episode, index=index or 0), scored)
+        except EpisodeError as error:
+            self._count_failure(role, group, error)
+
+    def _count_failure(
+        self, role: EpisodeRole, group: "_PendingGroup", error: EpisodeError
+    ) -> None:
+        """Count an episode that failed, whose group is dropped; the error is raised if it ends the run."""
+        if role.on_error == "raise":
+            raise error
+        # A failure of the run's reward during a revision is counted by the reward.
+        if not isinstance(error.__cause__, RewardError):
+            role.failures.failed(error)
+        group.num_failed += 1
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, EpisodeEnd
-from gcore_rollout.errors import RequestError
+from gcore_rollout.errors import EpisodeError
 from gcore_rollout.prompts import Prompt, PromptImages
 from gcore_rollout.rewards.reward import part_means
 
@@ -106,7 +106,7 @@ def share_prompt(group: Group, response: Completion) -> Completion:
     """Return a response to the group's prompt, whose episode may have started with another one.
 
     The prompt of the group becomes what all episodes start with; what differs from there on is a part of each response,
-    which the policy did not write. `RequestError` if episodes do not even start with the same token.
+    which the policy did not write. `EpisodeError` if episodes do not even start with the same token.
     """
     prompt_ids = response.prompt_ids
     assert prompt_ids is not None
@@ -116,7 +116,7 @@ def share_prompt(group: Group, response: Completion) -> Completion:
     differs = np.flatnonzero(prompt_ids[:size] != group.prompt_ids[:size])
     size = int(differs[0]) if differs.size else size
     if not size:
-        raise RequestError(
+        raise EpisodeError(
             f"episodes of prompt {group.prompt_index} start with different tokens, {group.prompt_ids[0]} and "
             f"{prompt_ids[0]}; expected the same, because their scores are compared with each other"
         )

@@ -1,0 +1,127 @@
+"""Groups of episodes: their common prompt, and episodes that have none."""
+
+import random
+from collections import deque
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gcore_rollout import (
+    Completion,
+    Engine,
+    EpisodeError,
+    EpisodeRole,
+    Generation,
+    Group,
+    Prompt,
+    RewardRunner,
+    RolloutRoles,
+    SamplingParams,
+)
+from gcore_rollout.groups import share_prompt
+
+
+def make_episode(prompt: list[int], tokens: list[int], **fields: Any) -> Completion:
+    return Completion(
+        request_id="",
+        index=0,
+        token_ids=np.array(tokens),
+        log_probs=np.full(len(tokens), -1.0, np.float32),
+        weight_versions=np.zeros(len(tokens), np.int32),
+        finish_reason="stop",
+        prompt_ids=np.array(prompt),
+        turns=("a turn",),
+        **fields,
+    )
+
+
+def list_paths(prompt_ids: NDArray[np.int64], response: Completion) -> list[list[int]]:
+    """Return all that each token follows, and the token itself."""
+    parents = list(range(-1, response.token_ids.size - 1))
+    if response.forks is not None:
+        for token, parent in response.forks.tolist():
+            parents[token] = parent
+    paths: list[list[int]] = []
+    for token, parent in zip(response.token_ids.tolist(), parents, strict=True):
+        before: list[int] = []
+        if parent == -1:
+            before = prompt_ids.tolist()
+        elif parent >= 0:
+            before = paths[parent]
+        paths.append([*before, token])
+    return paths
+
+
+def make_random_episode(rng: random.Random) -> Completion:
+    """Return an episode with forks, whose prompt starts with 1."""
+    size = rng.randint(1, 8)
+    forks: list[tuple[int, int]] = []
+    for token in range(1, size):
+        parent = rng.choice([-2, *range(-1, token)])
+        if rng.random() < 0.4 and parent != token - 1:
+            forks.append((token, parent))
+    return make_episode(
+        [1, *rng.choices((2, 3), k=rng.randint(0, 4))],
+        rng.choices(range(10, 20), k=size),
+        mask=np.array([rng.random() < 0.5 for _ in range(size)]),
+        forks=np.array(forks) if forks else None,
+        credit=np.arange(size, dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_episodes_that_start_differently_share_a_prompt(seed: int) -> None:
+    """Each token follows what it followed, and what is added counts for nothing."""
+    rng = random.Random(seed)
+    group = Group(prompt_index=0, prompt_ids=np.array([9]))
+    episodes = [make_random_episode(rng) for _ in range(4)]
+    for episode in episodes:
+        response = share_prompt(group, episode)
+        group.responses.append(response)
+    for episode, response in zip(episodes, group.responses, strict=True):
+        assert episode.prompt_ids is not None
+        assert episode.mask is not None
+        assert response.mask is not None
+        assert response.credit is not None
+        num_added = response.token_ids.size - episode.token_ids.size
+        assert list_paths(group.prompt_ids, response)[num_added:] == list_paths(
+            episode.prompt_ids, episode
+        )
+        assert response.mask[num_added:].tolist() == episode.mask.tolist()
+        assert response.credit[num_added:].tolist() == list(range(episode.token_ids.size))
+        assert not response.mask[:num_added].any()
+        assert not response.log_probs[:num_added].any()
+        assert (response.weight_versions[:num_added] == -1).all()
+
+
+def score(prompt: str, completion: str, row: Any) -> float:
+    del prompt, row
+    return float(len(completion))
+
+
+@pytest.mark.parametrize("on_error", ["drop", "raise"])
+async def test_an_episode_without_a_common_start_is_one_that_failed(on_error: Any) -> None:
+    starts = deque([[1, 2], [2, 2]])
+
+    async def play(
+        policy: Engine, prompt: Prompt, request_id: str, sampling: SamplingParams, seed: int
+    ) -> Completion:
+        del policy, prompt, request_id, sampling, seed
+        return make_episode(starts.popleft(), [5, 6])
+
+    role = EpisodeRole(play=play, on_error=on_error)
+    policy: Any = None
+    roles = RolloutRoles(policy=policy, reward=RewardRunner(score), tokenizer=None, episodes=role)
+    sampling = SamplingParams(max_tokens=4)
+    generation = Generation(roles=roles, sampling=sampling, n=2, seed=0, time_stage=nullcontext)
+    prompts = [(0, Prompt(text="", token_ids=(1,), row={}))]
+    if on_error == "raise":
+        with pytest.raises(EpisodeError, match="start with different tokens, 1 and 2"):
+            await generation.run(prompts)
+    else:
+        assert await generation.run(prompts) == ([], [])
+        [failure] = role.failures.drain()[1]
+        assert failure.kind.startswith("EpisodeError")
