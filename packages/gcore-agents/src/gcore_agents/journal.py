@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,18 +33,24 @@ class SessionJournal:
     def __init__(self, folder: Path, *, num_steps: int) -> None:
         self._folder = folder
         self._num_steps = num_steps
-        self._former: dict[tuple[str, int], Mapping[str, Any]] = {}
+        self._former: dict[tuple[str, int], tuple[Path, int]] = {}
+        """File of each session, and where its line starts there: their tokens may be more than the memory takes."""
         for file in sorted(folder.glob("*.jsonl")):
             step = int(file.name.partition("-")[0])
-            for record in _read_lines(file):
-                self._former[record["key"], step] = record
+            for key, start in _list_records(file):
+                self._former[key, step] = file, start
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
         self._step = -1
         self._file: IO[bytes] | None = None
 
     def find(self, key: str, *, step: int) -> Mapping[str, Any] | None:
         """Return the record of a session that began with the weights of a step; None: no former journal has one."""
-        return self._former.get((key, step))
+        if (key, step) not in self._former:
+            return None
+        path, start = self._former[key, step]
+        with path.open("rb") as file:
+            file.seek(start)
+            return json.loads(file.readline())
 
     def add(self, key: str, session: Session, *, step: int, version: int, turns: list[str]) -> None:
         """Record a finished session.
@@ -124,12 +131,13 @@ def _describe(node: MessageNode) -> dict[str, Any]:
     return fields
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, without a last one that was cut off."""
-    records: list[dict[str, Any]] = []
-    for line in file.read_bytes().split(b"\n")[:-1]:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
+def _list_records(path: Path) -> list[tuple[str, int]]:
+    """Return the key of each record of a file, and where its line starts, without a last one that was cut off."""
+    records: list[tuple[str, int]] = []
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                records.append((json.loads(line)["key"], start))
+            start += len(line)
     return records

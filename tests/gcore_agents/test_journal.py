@@ -1,0 +1,79 @@
+"""Sessions on disk: those of a process that was killed are as they were."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scripted import make_session
+
+from gcore_agents import (
+    ChatCall,
+    Session,
+    SessionJournal,
+    SessionReward,
+    choose_trained,
+    collect_tokens,
+    restore_session,
+)
+
+USER = {"role": "user", "content": "?"}
+
+
+async def work(*texts: str) -> Session:
+    """Return a finished session, whose turns are these texts, each with a reward."""
+    session = make_session(*texts)
+    messages: list[Any] = [USER]
+    for _ in texts:
+        [reply] = await session.respond(ChatCall(messages=messages))
+        session.mark_delivered([reply])
+        messages += [reply.message, USER]
+        session.add_reward(SessionReward(value=1.0, response_id=reply.response_id))
+    session.end = "done"
+    return session
+
+
+async def test_sessions_are_given_back_as_they_were(tmp_path: Path) -> None:
+    journal = SessionJournal(tmp_path, num_steps=5)
+    sessions = {"a": await work("One.", "Two."), "b": await work("Three.")}
+    for key, session in sessions.items():
+        journal.add(key, session, step=7, version=7, turns=[key])
+    journal.close()
+    later = SessionJournal(tmp_path, num_steps=5)
+    for key, session in sessions.items():
+        record = later.find(key, step=7)
+        assert record is not None
+        restored = make_session()
+        assert restore_session(restored, record, version=7) == [key]
+        assert (restored.score, restored.end) == (session.score, "done")
+        trees = [collect_tokens(s.graph, trained=choose_trained(s)) for s in (session, restored)]
+        for name in ("prompt_ids", "token_ids", "mask", "log_probs", "weight_versions", "forks"):
+            first, second = (getattr(tree, name) for tree in trees)
+            np.testing.assert_array_equal(first, second)
+    assert later.find("a", step=8) is None
+    assert later.find("c", step=7) is None
+
+
+async def test_a_line_that_was_cut_off_is_no_session(tmp_path: Path) -> None:
+    journal = SessionJournal(tmp_path, num_steps=5)
+    for key in ("a", "b"):
+        journal.add(key, await work("One."), step=7, version=7, turns=[])
+    journal.close()
+    [file] = tmp_path.glob("*.jsonl")
+    file.write_bytes(file.read_bytes()[:-20])
+    later = SessionJournal(tmp_path, num_steps=5)
+    assert later.find("a", step=7) is not None
+    assert later.find("b", step=7) is None
+    # It writes to a file of its own.
+    later.add("b", await work("Two."), step=7, version=7, turns=["again"])
+    later.close()
+    record = SessionJournal(tmp_path, num_steps=5).find("b", step=7)
+    assert record is not None
+    assert record["turns"] == ["again"]
+
+
+async def test_sessions_of_old_steps_are_removed(tmp_path: Path) -> None:
+    journal = SessionJournal(tmp_path, num_steps=2)
+    for step in (1, 2, 3, 4):
+        journal.add("a", await work("One."), step=step, version=step, turns=[])
+    journal.close()
+    assert sorted(int(file.name[:8]) for file in tmp_path.iterdir()) == [2, 3, 4]
