@@ -510,3 +510,4 @@ async def test_keys_are_not_logged(connect: Connect, caplog: pytest.LogCaptureFi
     assert status == 500
     assert "a call failed" in caplog.text
     assert client.key not in caplog.text
+    assert client.key not in repr(client.session)

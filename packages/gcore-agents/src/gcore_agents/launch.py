@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
@@ -50,7 +50,7 @@ class AgentTask:
     """The row of the data set."""
     base_url: str
     """Base URL of OpenAI's API; it ends with /v1."""
-    api_key: str
+    api_key: str = field(repr=False)
     """The session's key."""
     session: Session
     """For rewards of turns: ``session.add_reward(SessionReward(value=..., response_id=...))``."""

@@ -93,7 +93,7 @@ class Session:
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Strings that end a turn, besides those of a call."""
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}", repr=False)
     """The agent authorizes itself with it."""
 
     def __post_init__(self) -> None:
@@ -209,13 +209,6 @@ class Session:
         return self.encoder.turn_text(
             node.token_ids, stop=stop, is_ended=node.finish_reason == "stop"
         )
-
-    def messages_until(self, response_id: str) -> list[object]:
-        """Return the messages of a conversation up to the turn of this name."""
-        messages: list[object] = []
-        for node in self.find_turn(response_id).path():
-            messages.extend(node.messages)
-        return messages
 
     def add_reward(self, reward: SessionReward) -> None:
         """Add a reward; `CallError` if it is not finite, or of no turn of this session."""
