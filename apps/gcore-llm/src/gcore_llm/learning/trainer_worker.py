@@ -107,7 +107,11 @@ def start_trainer(
     config: TrainConfig, model: Path, checkpoints: Path
 ) -> SharedTrainerGroup[MicroBatch]:
     """Load the models in training, in this process or on ranks in local processes."""
-    return start_ranks(LLMTrainerWorker, config, config.trainer, model, checkpoints)
+    # The calls of agents are answered in this process, also while it trains.
+    is_asked = bool(config.rollout.agent.run) and config.trainer.schedule != "sync"
+    return start_ranks(
+        LLMTrainerWorker, config, config.trainer, model, checkpoints, in_thread=is_asked
+    )
 
 
 def start_ranks(
@@ -116,10 +120,15 @@ def start_ranks(
     ranks: RanksConfig,
     model: Path,
     checkpoints: Path,
+    *,
+    in_thread: bool = False,
 ) -> SharedTrainerGroup[MicroBatch]:
-    """Start workers of one kind, by the config of a run: in this process, or on ranks in local processes."""
+    """Start workers of one kind, by the config of a run: in this process, or on ranks in local processes.
+
+    ``in_thread``: this process's event loop runs while its own worker computes.
+    """
     if ranks.num_processes == 1 and ranks.backend == "torch":
-        return InProcessTrainerGroup(worker(config, model, checkpoints))
+        return InProcessTrainerGroup(worker(config, model, checkpoints), in_thread=in_thread)
     preload = ["gcore_trainer.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
     if ranks.backend == "megatron":
         preload.append("gcore_trainer.megatron.trainer")

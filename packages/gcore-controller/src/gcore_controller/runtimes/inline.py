@@ -268,6 +268,8 @@ class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
     def __init__(self, worker: TrainerWorker[BatchT], *, in_thread: bool = False) -> None:
         self._worker = worker
         self._in_thread = in_thread
+        self._computing = asyncio.Lock()
+        """Held in a thread: batches are scored ahead while the models are trained."""
 
     @property
     def num_replicas(self) -> int:
@@ -277,14 +279,16 @@ class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
         if self._in_thread:
-            return await asyncio.to_thread(
-                self._worker.score, role, micro_batches, with_routing=with_routing
-            )
+            async with self._computing:
+                return await asyncio.to_thread(
+                    self._worker.score, role, micro_batches, with_routing=with_routing
+                )
         return self._worker.score(role, micro_batches, with_routing=with_routing)
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
         if self._in_thread:
-            return await asyncio.to_thread(self._worker.train_step, role, micro_batches)
+            async with self._computing:
+                return await asyncio.to_thread(self._worker.train_step, role, micro_batches)
         return self._worker.train_step(role, micro_batches)
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
