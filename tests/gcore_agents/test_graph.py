@@ -385,6 +385,27 @@ async def test_several_turns_of_one_call_all_count() -> None:
     assert len(set(script.seeds)) == 2
 
 
+async def test_turns_of_a_call_end_with_the_first_that_fails() -> None:
+    class Script:
+        num_turns = 0
+
+        async def sample(self, prompt_ids: Sequence[int], **options: Any) -> SampledTokens:
+            del prompt_ids, options
+            self.num_turns += 1
+            if self.num_turns == 3:
+                raise RuntimeError("the engine is gone")
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    budget = SessionBudget(max_tokens=1_000, max_tokens_per_turn=20)
+    session, _ = make_session("One.<|im_end|>", budget=budget)
+    session.sampler = Script()
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        await session.respond(ChatCall(messages=[USER], n=3))
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_turns_that_the_agent_did_not_get_are_not_trained_on() -> None:
     session, _ = make_session("One.<|im_end|>")
     await session.respond(ChatCall(messages=[USER]))

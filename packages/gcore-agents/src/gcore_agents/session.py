@@ -174,8 +174,15 @@ class Session:
         self.unused |= call.unused
         context = await self._add_context(call)
         prompt_ids = context.path_tokens()
-        turns = [self._sample(call, context, prompt_ids) for _ in range(call.n)]
-        replies = list(await asyncio.gather(*turns))
+        turns: list[asyncio.Task[ChatReply]] = []
+        for _ in range(call.n):
+            turns.append(asyncio.create_task(self._sample(call, context, prompt_ids)))
+        try:
+            replies = list(await asyncio.gather(*turns))
+        finally:
+            # If one has failed, none of the others is wanted.
+            for turn in turns:
+                turn.cancel()
         if call.n > 1:
             self.kept_responses |= {reply.response_id for reply in replies}
         self.last_call_s = time.monotonic()
