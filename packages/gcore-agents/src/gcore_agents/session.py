@@ -174,9 +174,8 @@ class Session:
         self.unused |= call.unused
         context = await self._add_context(call)
         prompt_ids = context.path_tokens()
-        turns: list[asyncio.Task[ChatReply]] = []
-        for _ in range(call.n):
-            turns.append(asyncio.create_task(self._sample(call, context, prompt_ids)))
+        samples = [self._sample(call, context, prompt_ids) for _ in range(call.n)]
+        turns = [asyncio.create_task(sample) for sample in samples]
         try:
             replies = list(await asyncio.gather(*turns))
         finally:
