@@ -285,7 +285,7 @@ def test_the_command_reports_failures(
     assert command.main([*arguments, "--dialects", "chat"]) == 1
     output = capsys.readouterr().out
     assert "FAIL 1/1" in output
-    assert "FAIL two-turns, chat, chatml: turn 0 counts as not delivered" in output
+    assert "FAIL two-turns, chat, chatml: turn 1 counts as not delivered" in output
 
 
 def test_the_command_lists_cases_and_templates(capsys: pytest.CaptureFixture[str]) -> None:

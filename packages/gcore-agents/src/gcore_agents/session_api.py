@@ -52,8 +52,11 @@ def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
 def add_reward(session: Session, fields: JsonFields) -> dict[str, Any]:
     """Add a reward of the session, or of the turn ``response_id``."""
     value = fields.values.get("value")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or abs(value) > sys.float_info.max:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or abs(value) > sys.float_info.max
+    ):
         fields.fail("value", "a finite number")
     reward = SessionReward(
         value=float(value),
