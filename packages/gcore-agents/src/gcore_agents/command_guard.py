@@ -65,7 +65,7 @@ class CommandGuard:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gcore-agents-"))
         """The folder of all commands."""
-        # In a session of its own: Ctrl-C, and whoever kills this process's group, does not end it.
+        # In a session of its own: neither Ctrl-C nor a signal to this process's group ends it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(self.folder)],
             stdin=subprocess.PIPE,

@@ -203,7 +203,7 @@ class EpisodePlayer:
     journal: SessionJournal | None = None
     """Gives back the sessions that a process had finished when it was killed."""
     num_versions_skipped: int = 0
-    """Of the engine, whose versions are not those of steps once lost controllers were replaced."""
+    """Difference between the engine's versions and steps; it grows when lost controllers are replaced."""
 
     def record_weights(self, step: int, version: int) -> None:
         """Record the version that the engine gave to the weights of a step."""
