@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import Cli, option_set, step_rows
+from command_line import Cli, option_set, read_rows, step_rows
 
 AGENTS = '''
 import asyncio
@@ -109,6 +109,23 @@ def test_conversations_that_branch_are_one_sample(cli: Cli, agent_args: list[str
         assert row["actor/grad_norm"] > 0
         assert row["training/rollout_probs_diff_mean"] < 1e-5
         assert row["training/rollout_log_probs_diff_max"] < 1e-4
+    check_pieces(cli.cwd / "runs/default")
+
+
+def check_pieces(run: Path) -> None:
+    """A sample has its conversations as the model saw them, and the page shows where they branch."""
+    for row in read_rows(run / "samples.jsonl"):
+        pieces = row["pieces"]
+        assert "".join(piece["text"] for piece in pieces) == row["response"]
+        sampled = [piece for piece in pieces if piece["is_sampled"]]
+        assert len(sampled) == 4
+        assert {piece["version"] for piece in sampled} == {row["weight_version"]}
+        # The first turn, its two continuations, and the helper's question, which follows nothing.
+        assert [piece["parent"] for piece in pieces] == [-1, 0, 1, 0, 3, -2, 5]
+        assert [piece["is_sampled"] for piece in pieces] == [True, False] * 3 + [True]
+    page = (run / "report.html").read_text()
+    assert "branch after piece 1" in page
+    assert "a conversation of its own" in page
 
 
 @pytest.mark.parametrize("credit", ["turns", "agents.py:count_turns"])

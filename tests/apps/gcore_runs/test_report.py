@@ -529,6 +529,34 @@ def test_samples_of_training_can_be_looked_at_by_step(run_dir: Path) -> None:
     assert "advantage" not in dict(wrong["facts"])
 
 
+def test_a_conversation_is_shown_in_pieces(run_dir: Path) -> None:
+    """Each says who wrote it; a branch says what it follows, and is as deep as there are branches around it."""
+    pieces = [
+        {"text": "5", "is_sampled": True, "parent": -1, "version": 3, "credit": 0.5},
+        {"text": HOSTILE, "is_sampled": False, "parent": 0, "version": -1},
+        {"text": "c" * 3000, "is_sampled": True, "parent": 0, "version": 4},
+        {"text": "d", "is_sampled": True, "parent": -1, "version": 4},
+        {"text": "?", "is_sampled": False, "parent": -2, "version": -1},
+    ]
+    write_lines(run_dir / "samples.jsonl", [sample_row(1, pieces=pieces)])
+    path = render_report(run_dir, KINDS)
+    assert "<script>alert" not in path.read_text(encoding="utf-8")
+    ((_, [sample]),) = viewed(path)
+    shown = sample["pieces"]
+    assert [piece["name"] for piece in shown] == ["sampled", "given", "sampled", "sampled", "given"]
+    assert [piece["fork"] for piece in shown] == [
+        "",
+        "",
+        "branch after piece 1",
+        "branch after the prompt",
+        "a conversation of its own",
+    ]
+    assert [piece["depth"] for piece in shown] == [0, 0, 1, 1, 0]
+    assert shown[0]["title"] == "piece 1, sampled by the weights of step 3, credit 0.5"
+    assert shown[1]["text"] == HOSTILE
+    assert shown[2]["text"].endswith("1,000 more characters")
+
+
 def test_samples_of_a_long_run_are_those_of_some_steps(run_dir: Path) -> None:
     rows = [sample_row(step, prompt="p" * 2000, response="r" * 2000) for step in range(1, 2001)]
     write_lines(run_dir / "samples.jsonl", rows)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig
+from gcore_llm.learning.pieces import list_pieces
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Completion, Engine, Group, Request, SamplingParams
 from gcore_trainer import (
@@ -383,7 +384,7 @@ def _sample_to_show(
     advantage: float | None = None
     if sample is not None and sample.advantages is not None and sample.mask.any():
         advantage = round(float(sample.advantages[sample.mask].mean()), 6)
-    return {
+    row: dict[str, Any] = {
         "prompt_index": group.prompt_index,
         "index": index,
         "is_filtered": sample is None,
@@ -398,6 +399,9 @@ def _sample_to_show(
         "prompt": _decode(tokenizer, group.prompt_ids),
         "response": _decode(tokenizer, response.token_ids),
     }
+    if response.mask is not None:
+        row["pieces"] = list_pieces(response, tokenizer)
+    return row
 
 
 def _decode(tokenizer: Any, token_ids: NDArray[np.int64]) -> str:

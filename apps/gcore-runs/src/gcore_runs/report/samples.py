@@ -62,10 +62,49 @@ def _show(row: Row, *, verified: bool) -> Row:
     image = row.get("image")
     if isinstance(image, str):
         sample["image"] = image
+    if "pieces" in row:
+        sample["pieces"] = _show_pieces(row["pieces"])
     sample["filtered"] = bool(row.get("is_filtered"))
     sample["verdict"] = verdict(score, verified=verified)
     sample["facts"] = facts
     return sample
+
+
+def _show_pieces(pieces: Sequence[Row]) -> list[Row]:
+    """Return what the page shows of the pieces of a conversation that may branch.
+
+    ``title`` says who wrote a piece. ``fork`` says what it follows if that is not the piece before it, and ``depth``
+    how many branches it is inside of.
+    """
+    depths: list[int] = []
+    shown: list[Row] = []
+    for place, piece in enumerate(pieces):
+        parent = int(piece["parent"])
+        title = "given"
+        if piece["is_sampled"]:
+            title = f"sampled by the weights of step {piece['version']}"
+        if "credit" in piece:
+            title += f", credit {amount(piece['credit'])}"
+        fork = ""
+        depth = 0
+        if parent == -2:
+            fork = "a conversation of its own"
+        elif place > 0 and parent != place - 1:
+            fork = f"branch after piece {parent + 1}" if parent >= 0 else "branch after the prompt"
+            depth = 1
+        if parent >= 0:
+            depth += depths[parent]
+        depths.append(depth)
+        shown.append(
+            {
+                "text": clip(piece["text"]),
+                "name": "sampled" if piece["is_sampled"] else "given",
+                "title": f"piece {place + 1}, {title}",
+                "fork": fork,
+                "depth": depth,
+            }
+        )
+    return shown
 
 
 def are_verified(rows: Sequence[Row]) -> bool:

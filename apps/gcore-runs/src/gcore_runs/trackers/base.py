@@ -21,6 +21,8 @@ Images = Mapping[str, NDArray[np.uint8]]
 
 Rows = Sequence[Mapping[str, Any]]
 """Samples of training, as the lines of samples.jsonl."""
+_LEFT_OUT = ("image", "pieces")
+"""Fields of samples that are no text of their own: images are shown as such, and pieces are those of the response."""
 
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +104,9 @@ def images_of(samples: Rows) -> Images:
 
 def as_table(samples: Rows) -> tuple[list[str], list[list[str | float | None]]]:
     """Return the columns of samples, and a row for each; what is no text or number is JSON."""
-    columns = [name for name in dict.fromkeys(chain.from_iterable(samples)) if name != "image"]
+    columns = [
+        name for name in dict.fromkeys(chain.from_iterable(samples)) if name not in _LEFT_OUT
+    ]
     return columns, [[_as_cell(sample.get(name)) for name in columns] for sample in samples]
 
 
@@ -117,9 +121,11 @@ def as_text(sample: Mapping[str, Any]) -> str:
     lines: list[str] = []
     texts: list[str] = []
     for name, value in sample.items():
+        if name in _LEFT_OUT:
+            continue
         if not isinstance(value, str):
             lines.append(f"{name}: {json.dumps(value)}")
-        elif name != "image":
+        else:
             texts.append(f"\n--- {name} ---\n{value}")
     return "\n".join(lines + texts)
 
