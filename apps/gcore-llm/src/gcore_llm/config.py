@@ -342,14 +342,11 @@ class TrainConfig(BaseRLConfig):
         longest = self.data.max_length
         response = self.data.max_response_length
         together = f"data.max_prompt_length + data.max_response_length = {longest}"
-        most = longest
-        renders_turns = rollout.multi_turn.is_used and rollout.multi_turn.history != "sampled"
-        if rollout.agent.run or renders_turns:
-            # The first conversation may take all of these, and others have a response's tokens besides.
-            most += response
-            together = f"data.max_prompt_length + 2 * data.max_response_length = {most}"
+        if rollout.agent.run or rollout.multi_turn.has_branches:
+            longest += response
+            together = f"data.max_prompt_length + 2 * data.max_response_length = {longest}"
         expected = f"at least {together}, so that every sample fits a micro-batch"
-        self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= most, expected)
+        self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
         fits = algorithm.overlong.buffer_len <= response
         self.require(
             "algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}"
@@ -370,17 +367,7 @@ class TrainConfig(BaseRLConfig):
         # A return along a conversation has no meaning across its branches.
         is_outcome = not (rollout.agent.run and algorithm.estimator.needs_critic)
         self.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
-        if rollout.agent.credit == "turns":
-            added = {
-                "reward": self.reward,
-                "reward_model": self.reward_model.is_used,
-                "task.name": self.task.name,
-                "algorithm.kl_ctrl.kl_coef": algorithm.kl_ctrl.kl_coef,
-                "algorithm.overlong.buffer_len": algorithm.overlong.buffer_len,
-            }
-            for name, value in added.items():
-                reason = f"session with {name}: turns are credited with the agent's rewards alone"
-                self.require("rollout.agent.credit", not value, reason)
+        rollout.agent.check_with(self)
         several_turns = "several turns" if rollout.has_several_turns else ""
         greedy = (
             f"algorithm.adv_estimator {algorithm.adv_estimator!r}"

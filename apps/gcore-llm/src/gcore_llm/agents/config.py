@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from gcore_runs import Bound, Checked, Count, Fraction, NonNegative, Positive
+
+if TYPE_CHECKING:
+    from gcore_llm.config import TrainConfig
 
 _COMMAND = "command:"
 _FINITE = Bound(math.isfinite, "a finite number")
@@ -50,6 +53,14 @@ class MultiTurnConfig(Checked, section="rollout.multi_turn"):
         """True if an environment or the reward answers turns."""
         return bool(self.environment or self.max_revisions)
 
+    @property
+    def has_branches(self) -> bool:
+        """True if an episode may have several conversations.
+
+        The first one may then be of data.max_length tokens, and others have those of a response besides.
+        """
+        return self.is_used and self.history != "sampled"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig(Checked, section="rollout.agent"):
@@ -91,3 +102,18 @@ class AgentConfig(Checked, section="rollout.agent"):
         self.require("run", is_named, "PATH.py:function, or 'command: ...'")
         is_known = self.credit in ("session", "turns") or ".py:" in self.credit
         self.require("credit", is_known, "session, turns, or PATH.py:function")
+
+    def check_with(self, config: "TrainConfig") -> None:
+        """Raise a `UserError` if turns are to be credited one by one, and something else is added to their rewards."""
+        if self.credit != "turns":
+            return
+        added = {
+            "reward": config.reward,
+            "reward_model": config.reward_model.is_used,
+            "task.name": config.task.name,
+            "algorithm.kl_ctrl.kl_coef": config.algorithm.kl_ctrl.kl_coef,
+            "algorithm.overlong.buffer_len": config.algorithm.overlong.buffer_len,
+        }
+        for name, value in added.items():
+            reason = f"session with {name}: turns are credited with the agent's rewards alone"
+            self.require("credit", not value, reason)
