@@ -157,7 +157,7 @@ async def test_a_run_that_is_interrupted(
 def test_a_process_that_is_killed_leaves_no_command(
     make_command: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Neither a program, nor a folder."""
+    """Neither a program, nor a folder, also if all of its children are killed first, as by a worker of Ray."""
     command = make_command("time.sleep(300)")
     program = (
         "import asyncio, sys; from scripted import make_session; from gcore_agents import *\n"
@@ -171,6 +171,9 @@ def test_a_process_that_is_killed_leaves_no_command(
             time.sleep(0.01)
         time.sleep(0.1)
         assert list(tmp_path.glob("gcore-agents-*/*"))
+        process.send_signal(signal.SIGSTOP)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
         process.kill()
     check_all_ended(tmp_path)
     deadline = time.monotonic() + 5

@@ -66,19 +66,21 @@ class CommandGuard:
         self.folder = Path(tempfile.mkdtemp(prefix="gcore-agents-"))
         """The folder of all commands."""
         # In a session of its own: neither Ctrl-C nor a signal to this process's group ends it.
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert process.stdin is not None
+        self._pipe = process.stdin
+        # It leaves the guard behind.
+        process.wait()
 
     def close(self) -> None:
-        """End the commands that are left, and the guard."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        """Have the guard end the commands that are left, and itself."""
+        self._pipe.close()
 
 
 def start_guard() -> CommandGuard:
@@ -96,6 +98,9 @@ def _start_guard(pid: int) -> CommandGuard:
 
 def _guard(folder: Path) -> None:
     """Wait until the parent has ended, and end its commands."""
+    # The guard is no child of the parent: a worker of Ray kills its children as it ends.
+    if os.fork():
+        os._exit(0)
     # The parent alone has the other end of the pipe, which the kernel closes.
     sys.stdin.buffer.read()
     variable = row_variable(folder) + "/"
