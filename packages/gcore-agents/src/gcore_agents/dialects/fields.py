@@ -24,7 +24,6 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise CallError(
             f"{where} is not JSON ({error}); expected JSON", field=where, code="invalid_json"
         ) from None
-    # A text with fewer brackets than that is not nested as deeply.
     if text.count("{") + text.count("[") > MAX_DEPTH:
         check_depth(value, where)
     if "\\u" in text and "\\ud" in text.lower():
