@@ -2,12 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from gcore_runs import Bound, Checked, Count, Fraction, NonNegative, Positive
-
-if TYPE_CHECKING:
-    from gcore_llm.config import TrainConfig
 
 _COMMAND = "command:"
 _FINITE = Bound(math.isfinite, "a finite number")
@@ -103,8 +100,8 @@ class AgentConfig(Checked, section="rollout.agent"):
         is_known = self.credit in ("session", "turns") or ".py:" in self.credit
         self.require("credit", is_known, "session, turns, or PATH.py:function")
 
-    def check_with(self, config: "TrainConfig") -> None:
-        """Raise a `UserError` if turns are to be credited one by one, and something else is added to their rewards."""
+    def check_with(self, config: Any) -> None:
+        """Raise a `UserError` if turns are to be credited one by one, and a run's config adds to their rewards."""
         if self.credit != "turns":
             return
         added = {
