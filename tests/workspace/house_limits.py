@@ -42,7 +42,7 @@ TRACED_FILES: dict[str, int] = {"start": 69, "step": 44}
 # Of these, 4,400 moved to gcore-agents, a new package of 29,400 nodes, 66 classes and 43 names: sessions, an endpoint with
 # five APIs, turns of all families of models, and the conformance cases.
 DENSITY: dict[str, float] = {
-    "nodes": 346000,
+    "nodes": 347000,
     "tokens a code line": 8.7,
     "nodes a statement": 7.2,
     "comprehensions": 30.0,
@@ -54,7 +54,8 @@ DENSITY: dict[str, float] = {
     "classes": 890.0,
     "protocols and ABCs": 40.0,
     "public names": 532.0,
-    "nodes of gcore-bench": 20000,
+    # 19,993 and 806 of the bench `agents`.
+    "nodes of gcore-bench": 20800,
     "nodes of apps in 100": 37.4,
     "repeated class names": 0.0,
 }

@@ -109,6 +109,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-bench rollout( --.*)?": f"{BENCH}/test_bench_rollout.py::test_bench_measures_rollouts",
     r"(uv run )?gcore-bench controller( --.*)?": f"{BENCH}/test_bench_controller.py::test_bench_measures_controllers",
     r"(uv run )?gcore-bench data( --.*)?": f"{BENCH}/test_bench_data.py::test_a_quick_run",
+    r"(uv run )?gcore-bench agents( --.*)?": f"{BENCH}/test_bench_agents.py::test_a_quick_run",
     r"(uv run )?gcore-bench placement( --.*)?": f"{BENCH}/test_bench_placement.py::test_bench_measures_the_balancer",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
