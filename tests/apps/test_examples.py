@@ -22,9 +22,7 @@ from gcore_trainer import PolicyLossConfig, PolicyTokens, ScoredGroup, get_advan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("checkpoints", "my_advantage", "my_loop", "my_loss", "simulator", "tool_agent")
-COMMANDS = {
-    "tool_agent": "uv run gcore-llm train --rollout.agent.run examples/tool_agent.py:agent"
-}
+COMMANDS = {"tool_agent": "uv run gcore-llm train --rollout.agent.run examples/tool_agent.py:agent"}
 """Commands of examples that are no programs; `test_the_example_learns` of `test_agents.py` runs this one."""
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from command_line import Cli, option_set, step_rows
 
-from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.forecast import planner_job, run_forecast, slowest_judge
 from gcore_llm.learning.device_plan import shape_of
 from gcore_llm.recipes.shapes import shape_folder
-from gcore_llm.sections import FurtherJudgeConfig, JudgeConfig, RewardModelConfig
+from gcore_llm.sections import FurtherJudgeConfig, JudgeConfig, RewardModelConfig, TrainerConfig
 from gcore_placement import Correction, PlacementError
 from gcore_placement.quantities import lengths_of
 

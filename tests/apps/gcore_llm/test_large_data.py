@@ -16,9 +16,9 @@ from command_line import write_rows
 
 from gcore_controller import PromptLoader
 from gcore_llm import prompts
-from gcore_llm.config import TrainConfig, TrainerConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.prompts import PromptSets, load_files
-from gcore_llm.sections import DataConfig
+from gcore_llm.sections import DataConfig, TrainerConfig
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Prompt, PromptImages
 from gcore_runs import RowSource, UserError, inputs, open_rows

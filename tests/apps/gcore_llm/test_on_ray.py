@@ -28,8 +28,9 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import RankError, make_announcer
 from gcore_controller.rlhf.events import Event
 from gcore_controller.runtimes.ray import RayTrainerGroup
-from gcore_llm.config import TrainConfig, TrainerConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
+from gcore_llm.sections import TrainerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
-from gcore_llm.sections import JudgeConfig, RewardModelConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.sections import JudgeConfig, RewardModelConfig, TrainerConfig
 from gcore_runs import UserError
 
 

@@ -7,11 +7,18 @@ from functools import partial
 
 import tyro
 
-from gcore_llm.config import RolloutConfig, TrainArgs, TrainConfig, TrainerConfig
+from gcore_llm.config import RolloutConfig, TrainArgs, TrainConfig
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes.large import LARGE
 from gcore_llm.report import KINDS
-from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig, TaskConfig, WarmupConfig
+from gcore_llm.sections import (
+    ActorConfig,
+    ActorOptimConfig,
+    DataConfig,
+    TaskConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
 from gcore_runs import (
     Amount,
     Checked,

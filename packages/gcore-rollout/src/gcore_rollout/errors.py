@@ -65,7 +65,7 @@ class EngineDiedError(RolloutError):
 
 
 class EpisodeError(RolloutError):
-    """An episode failed: its environment or agent did, or did not answer in time, or its messages cannot be answered."""
+    """An episode failed: its environment or agent did, was too slow, or sent messages that cannot be answered."""
 
 
 class ServerRequestError(RolloutError):
