@@ -247,7 +247,8 @@ def test_programs_that_are_killed_or_stop(cli: Cli, calling: Path) -> None:
     args = make_args(cli, calling, run, batch_size=2)
     args += ["--rollout.agent.timeout-s", "10", "--reward-calls.max-failed-share", "1"]
     finished = cli(*args)
-    assert finished.code == 0, finished
+    # 3: by chance the sessions of each group that is left have equal scores.
+    assert finished.code in (0, 3), finished
     rows = step_rows(cli.cwd / "runs/default")
     assert len(rows) == 2
     assert sum(row["sampling/dropped_groups"] for row in rows) == 2
