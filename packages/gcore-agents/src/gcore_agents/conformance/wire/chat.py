@@ -12,6 +12,7 @@ from gcore_agents.conformance.wire.client import (
     label_reply,
     make_call,
     make_message,
+    write_options,
 )
 from gcore_agents.graph import Message
 
@@ -30,21 +31,10 @@ class ChatClient(WireClient):
     route = "/v1/chat/completions"
 
     def write_body(self, request: WireRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": request.model,
-            "messages": [_write_message(message, request.style) for message in request.messages],
-            "max_tokens": request.max_tokens,
-            "return_token_ids": True,
-        }
+        body = write_options(request)
+        body["messages"] = [_write_message(message, request.style) for message in request.messages]
         if request.tools:
             body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
-        if request.stop:
-            body["stop"] = list(request.stop)
-        if request.n > 1:
-            body["n"] = request.n
-        if request.stream:
-            body["stream"] = True
-            body["stream_options"] = {"include_usage": True}
         return body
 
     def read_reply(self, body: Mapping[str, Any]) -> list[WireReply]:

@@ -127,6 +127,23 @@ class WireClient(ABC):
         """Return the reply that the events of a stream make."""
 
 
+def write_options(request: WireRequest) -> dict[str, Any]:
+    """Return the fields that OpenAI's Chat Completions and Completions have in common."""
+    body: dict[str, Any] = {
+        "model": request.model,
+        "max_tokens": request.max_tokens,
+        "return_token_ids": True,
+    }
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if request.n > 1:
+        body["n"] = request.n
+    if request.stream:
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
 def read_event_data(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Return the JSON of a stream's events, without comments and the mark of its end."""
     events: list[dict[str, Any]] = []

@@ -10,6 +10,7 @@ from gcore_agents.conformance.wire.client import (
     WireRequest,
     label_reply,
     make_message,
+    write_options,
 )
 
 
@@ -26,20 +27,7 @@ class CompletionsClient(WireClient):
 
     def write_body(self, request: WireRequest) -> dict[str, Any]:
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        body: dict[str, Any] = {
-            "model": request.model,
-            "prompt": prompt,
-            "max_tokens": request.max_tokens,
-            "return_token_ids": True,
-        }
-        if request.stop:
-            body["stop"] = list(request.stop)
-        if request.n > 1:
-            body["n"] = request.n
-        if request.stream:
-            body["stream"] = True
-            body["stream_options"] = {"include_usage": True}
-        return body
+        return {**write_options(request), "prompt": prompt}
 
     def read_reply(self, body: Mapping[str, Any]) -> list[WireReply]:
         usage = body.get("usage") or {}
