@@ -143,6 +143,17 @@ def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward:
             assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
 
 
+def test_the_embedded_model_in_an_environment(cli: Cli) -> None:
+    """It is warmed up on single turns, whose worked examples are known."""
+    (cli.cwd / "world.py").write_text(WORLD)
+    args = ["--warmup.max-steps", "2", "--warmup.batch-size", "8", "--task.num-train", "64"]
+    args += ["--task.num-val", "8", "--data.train-batch-size", "2", "--rollout.n", "2"]
+    args += ["--data.max-response-length", "64", "--trainer.total-training-steps", "1"]
+    cli.ok("train", *args, "--rollout.multi-turn.environment", "world.py:Guessing")
+    [row] = step_rows(cli.cwd / "runs/default")
+    assert row["reward/turns/mean"] > 1
+
+
 def test_turns_that_are_cut_off(cli: Cli, own_args: list[str], chatty: Path) -> None:
     """The shares of how episodes ended are metrics, and a large share of episodes that were cut off is a warning."""
     args = multi_turn_args(cli, own_args, chatty, "Guessing")

@@ -442,17 +442,17 @@ class TrainConfig(BaseRLConfig):
             raise UserError(
                 "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
             )
-        is_rewarded = (
-            self.reward
-            or self.rollout.multi_turn.environment
-            or self.rollout.agent.run
-            or self.reward_model.is_used
-        )
-        if not is_rewarded and self.algorithm.adv_estimator != "distillation":
+        if not self.has_reward and self.algorithm.adv_estimator != "distillation":
             raise UserError(
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment or agent that rewards, or algorithm.adv_estimator distillation"
             )
+
+    @property
+    def has_reward(self) -> bool:
+        """True if rows of files are scored: by a reward, a reward model, an environment or an agent."""
+        has_world = bool(self.rollout.multi_turn.environment or self.rollout.agent.run)
+        return bool(self.reward) or self.reward_model.is_used or has_world
 
     @property
     def critic_optimizer(self) -> ActorOptimConfig:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gcore_agents import SessionJournal
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
-from gcore_llm.agents.episodes import make_episodes
+from gcore_llm.agents.episodes import check_conversations, make_episodes
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.large_prompts import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
@@ -125,7 +125,7 @@ def train(
                     rewards.runner,
                     supervisor.display,
                     warmup=warmup,
-                    episodes=scoring["episodes"],
+                    episodes=scoring["episodes"] if config.rollout.agent.run else None,
                 )
                 supervisor.run_async(making)
                 supervisor.run_async(close_episodes(scoring))
@@ -213,6 +213,8 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         if config.model
         else tiny_tokenizer(chats=bool(config.rollout.agent.run))
     )
+    if config.rollout.has_several_turns:
+        check_conversations(tokenizer, config.data.chat_template_kwargs)
     check_teachers(config.distillation.teachers, tokenizer, max_length=config.data.max_length)
     if not config.model:
         require_worked_examples(

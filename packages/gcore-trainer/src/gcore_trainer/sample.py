@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,31 @@ def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | N
             f"{field}{index} is {values[tuple(first)]}; expected a finite float32 at every entry that counts "
             f"({int(is_bad.sum())} of {is_bad.size} are not)"
         )
+
+
+def cut_at_forks(size: int, forks: NDArray[np.int64] | None) -> list[tuple[int, int, int]]:
+    """Cut a response's tokens into spans, only the last of whose tokens may have several successors, or another's.
+
+    Args:
+        size: tokens of the response.
+        forks: see `Sample.forks`.
+
+    Returns:
+        The start and stop of each span, and the token that its first one follows: the last of an earlier span, -1 (the
+        prompt's last) or -2 (none).
+
+    Example:
+        >>> cut_at_forks(6, np.array([[4, 1]]))
+        [(0, 2, -1), (2, 4, 1), (4, 6, 1)]
+    """
+    parents: dict[int, int] = {}
+    if forks is not None:
+        parents.update(forks.tolist())
+    bounds = {0, size, *parents}
+    bounds.update(parent + 1 for parent in parents.values() if parent >= 0)
+    return [
+        (start, stop, parents.get(start, start - 1)) for start, stop in pairwise(sorted(bounds))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

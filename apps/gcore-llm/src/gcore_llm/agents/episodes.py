@@ -85,13 +85,6 @@ def make_episodes(
     if not (agent.run or multi_turn.is_used):
         return None
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
-    if tokenizer.chat_template is not None:
-        try:
-            check_template(encoder)
-        except MessageError as error:
-            raise UserError(
-                f"model has a chat template that cannot continue conversations: {error}"
-            ) from None
     drive: _Drive
     runner: AgentRunner | None = None
     if agent.run:
@@ -134,6 +127,18 @@ def make_episodes(
         record_weights=player.record_weights,
         close=close,
     )
+
+
+def check_conversations(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> None:
+    """Raise a `UserError` if the chat template, with these further variables, cannot continue conversations."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        check_template(ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs))
+    except MessageError as error:
+        raise UserError(
+            f"model has a chat template that cannot continue conversations: {error}"
+        ) from None
 
 
 @dataclass(kw_only=True, eq=False)

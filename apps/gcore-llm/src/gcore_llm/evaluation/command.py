@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from gcore_llm.agents.episodes import check_conversations
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluation.args import EvalArgs
 from gcore_llm.evaluation.estimators import Answered, Estimate
@@ -71,6 +72,8 @@ async def _evaluate(args: EvalArgs, display: Display) -> tuple[Path, int | None,
     """Return the folder of the results, the step of a run's policy, and the evaluation."""
     run, config = _settings(args)
     tokenizer = build_tokenizer(model_folder(config.model))
+    if config.rollout.has_several_turns:
+        check_conversations(tokenizer, config.data.chat_template_kwargs)
     prompts = _prompts(args, config, tokenizer)
     config = _set_lengths(config, args, prompts.longest)
     rewards = await TextRewards.start(config)
@@ -171,14 +174,8 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
         chat_template_kwargs=args.template_kwargs or config.data.chat_template_kwargs,
     )
     config = replace(config, data=data, rollout=rollout, reward=args.reward or config.reward)
-    has_reward = (
-        config.reward
-        or config.reward_model.is_used
-        or config.rollout.multi_turn.environment
-        or config.rollout.agent.run
-    )
     ungraded = [source.path for source in sources if source.name not in config.set_rewards]
-    if ungraded and not has_reward and not config.task.name:
+    if ungraded and not config.has_reward and not config.task.name:
         raise UserError(
             f"reward is not set; expected PATH.py:function, {', '.join(reward_names())} for {ungraded[0]}"
         )

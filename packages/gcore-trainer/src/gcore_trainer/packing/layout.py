@@ -16,14 +16,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.sample import MicroBatch, Sample
+from gcore_trainer.sample import MicroBatch, Sample, cut_at_forks
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,19 +234,14 @@ def _cut_response(sample: Sample, row_index: NDArray[np.int64]) -> dict[int, lis
 
     Those that follow the prompt's last token are at -1, those that follow nothing at -2.
     """
-    if sample.forks is None:
-        return {-1: [_Branch(sample.response_ids[:-1], row_index[:-1], [])], -2: []}
     branches: dict[int, list[_Branch]] = defaultdict(list)
-    parents = sample.parents
-    bounds = {0, parents.size}
-    bounds.update(sample.forks[:, 0].tolist())
-    bounds.update((sample.forks[sample.forks[:, 1] >= 0, 1] + 1).tolist())
-    is_input = np.zeros(parents.size, np.bool_)
-    is_input[parents[parents >= 0]] = True
-    for start, stop in pairwise(sorted(bounds)):
-        inputs = slice(start, stop - 1 + int(is_input[stop - 1]))
-        branch = _Branch(sample.response_ids[inputs], row_index[inputs], branches[stop - 1])
-        branches[int(parents[start])].append(branch)
+    spans = cut_at_forks(sample.response_ids.size, sample.forks)
+    followed = {parent for _, _, parent in spans}
+    for start, stop, parent in spans:
+        last = stop - 1
+        inputs = slice(start, stop if last in followed else last)
+        branch = _Branch(sample.response_ids[inputs], row_index[inputs], branches[last])
+        branches[parent].append(branch)
     return branches
 
 
