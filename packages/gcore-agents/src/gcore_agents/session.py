@@ -16,7 +16,7 @@ from typing import Any, Literal
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.errors import CallError, MessageError
-from gcore_agents.graph import MessageGraph, MessageNode
+from gcore_agents.graph import Message, MessageGraph, MessageNode
 from gcore_agents.sampler import TokenSampler
 
 History = Literal["sampled", "template", "tool_cycle"]
@@ -249,7 +249,7 @@ class Session:
 
     def _find(
         self, call: ChatCall, *, counts: bool
-    ) -> tuple[MessageNode, Sequence[object], list[int]]:
+    ) -> tuple[MessageNode, Sequence[Message], list[int]]:
         """Return the node that a call continues, its further messages, and the tokens of the prompt after the node's.
 
         With ``counts``, what began a branch is counted in the graph's findings, and a turn that is continued has been
@@ -317,7 +317,7 @@ class Session:
             return node
         if self._first_prompt is None:
             self._first_prompt = num_prompt
-        context = self.graph.add_context(node, further, added)  # pyright: ignore[reportArgumentType]
+        context = self.graph.add_context(node, further, added)
         if node is self.graph.root:
             self._announced[context.number, _write_tools(call)] = True
         return context
