@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from gcore_agents.chat.reasoning import drop_thoughts
 from gcore_agents.errors import MessageError
+from gcore_agents.json_values import STRICT_DECODER, is_deeper
 
 Properties: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON schemas of a tool's arguments, by name."""
@@ -36,12 +37,6 @@ _WORDS = {"True": True, "False": False, "None": None}
 _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
 _NAMES = r"[\w./-]++"
 
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _MAX_DEPTH = 64
 """Deepest nesting of arguments; an agent could not send deeper ones back."""
 _FAULTS = (ValueError, RecursionError, MemoryError)
@@ -218,7 +213,7 @@ def _json_form(text: str) -> ReadCalls | None:
     """Return how to read calls whose arguments are JSON, as in this text; None: they are not."""
     for brace in re.finditer(r"\{", text):
         try:
-            value, end = _DECODER.raw_decode(text, brace.start())
+            value, end = STRICT_DECODER.raw_decode(text, brace.start())
         except json.JSONDecodeError:
             continue
         if value == _ARGUMENTS:
@@ -298,7 +293,7 @@ def _make_call(name: object, arguments: object) -> ToolCall:
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return _make_error("a call is an object with a name and an object of arguments")
     entries: dict[str, Any] = arguments
-    if _is_deeper(entries, _MAX_DEPTH):
+    if is_deeper(entries, _MAX_DEPTH):
         return _make_error(f"the arguments are nested more than {_MAX_DEPTH} levels deep")
     try:
         # Lone surrogates and infinite numbers cannot be sent to an agent.
@@ -306,22 +301,6 @@ def _make_call(name: object, arguments: object) -> ToolCall:
     except _FAULTS as error:
         return _make_error(f"the arguments cannot be sent: {error}")
     return ToolCall(name=name, arguments=entries)
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Return whether a value of JSON is nested deeper than so many levels."""
-    level: list[Any] = [value]
-    for _ in range(depth + 1):
-        deeper: list[Any] = []
-        for entry in level:
-            if isinstance(entry, dict):
-                deeper.extend(entry.values())
-            elif isinstance(entry, list):
-                deeper.extend(entry)
-        if not deeper:
-            return False
-        level = deeper
-    return True
 
 
 def _make_error(error: str, name: str = "") -> ToolCall:
@@ -375,10 +354,10 @@ def _parse_objects(
     """
     value: Any
     if is_whole:
-        value = _DECODER.decode(content)
+        value = STRICT_DECODER.decode(content)
         length = len(content)
     else:
-        value, length = _DECODER.raw_decode(content, _skip_space(content, 0))
+        value, length = STRICT_DECODER.raw_decode(content, _skip_space(content, 0))
     calls: list[ToolCall] = []
     for call in value if isinstance(value, list) else [value]:
         entries: Any = call if isinstance(call, dict) else {}
@@ -413,7 +392,7 @@ def _read_named(
     for match in pattern.finditer(text):
         name = match.group(1)
         try:
-            arguments, end = _DECODER.raw_decode(text, match.end())
+            arguments, end = STRICT_DECODER.raw_decode(text, match.end())
         except _FAULTS as error:
             calls.append(_make_error(f"the call is not JSON: {error}", name))
         else:
@@ -474,7 +453,7 @@ def _convert(text: str, schema: Mapping[str, Any]) -> Any:
     if text.strip() in _WORDS:
         return _WORDS[text.strip()]
     try:
-        return _DECODER.decode(text)
+        return STRICT_DECODER.decode(text)
     except _FAULTS:
         return text
 
@@ -513,7 +492,7 @@ def _read_quoted(
             # Strings are every second part.
             parts[number] = json.dumps(part) if number % 2 else _KEY.sub(r'\1"\2":', part)
         try:
-            call = _make_call(match.group(1), _DECODER.decode("".join(parts)))
+            call = _make_call(match.group(1), STRICT_DECODER.decode("".join(parts)))
             calls.append(replace(call, span=(match.start(), match.end() + len(body + mark))))
         except _FAULTS as error:
             calls.append(_make_error(f"the arguments cannot be read: {error}", match.group(1)))

@@ -1,10 +1,10 @@
 """The fields of a JSON body: each is checked where it is read, and an error names it."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from gcore_agents.errors import CallError
+from gcore_agents.json_values import STRICT_DECODER, is_deeper
 
 MAX_DEPTH = 100
 """Deepest nesting of JSON in a body."""
@@ -19,7 +19,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        value: Any = json.loads(text, parse_constant=_refuse_constant)
+        value: Any = STRICT_DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise CallError(
             f"{where} is not JSON ({error}); expected JSON", field=where, code="invalid_json"
@@ -44,24 +44,12 @@ def _replace_surrogates(value: Any) -> Any:
     return value
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
 def check_depth(value: Any, where: str) -> None:
     """Raise a `CallError` if a value is nested too deeply for code that walks it."""
-    level: list[Any] = [[value]]
-    for _ in range(MAX_DEPTH + 1):
-        deeper: list[Any] = []
-        for outer in level:
-            entries = outer.values() if isinstance(outer, dict) else outer
-            deeper.extend([entry for entry in entries if isinstance(entry, dict | list)])
-        if not deeper:
-            return
-        level = deeper
-    raise CallError(
-        f"{where} is nested more than {MAX_DEPTH} levels deep; expected fewer", field=where
-    )
+    if is_deeper(value, MAX_DEPTH):
+        raise CallError(
+            f"{where} is nested more than {MAX_DEPTH} levels deep; expected fewer", field=where
+        )
 
 
 def describe(value: object) -> str:
