@@ -14,7 +14,7 @@ from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.dialects.anthropic import AnthropicDialect
 from gcore_agents.dialects.chat_completions import ChatCompletionsDialect
 from gcore_agents.dialects.completions import CompletionsDialect
-from gcore_agents.dialects.dialect import MODEL, Dialect, read_body
+from gcore_agents.dialects.dialect import MODEL, Dialect
 from gcore_agents.dialects.fields import JsonFields, parse_json
 from gcore_agents.dialects.google import GoogleDialect
 from gcore_agents.dialects.responses import ResponsesDialect
@@ -288,7 +288,7 @@ class AgentServer:
     ) -> web.Response:
         try:
             session = self._find(request).session
-            return web.json_response(function(session, read_body(await _read_body(request))))
+            return web.json_response(function(session, JsonFields(await _read_body(request))))
         except Exception as error:
             return _make_error_response(Dialect, error)
 

@@ -14,7 +14,6 @@ from gcore_agents.dialects.dialect import (
     join_system,
     make_call,
     name_results,
-    read_body,
     read_content,
     read_tool,
     refuse_part,
@@ -46,7 +45,7 @@ class AnthropicDialect(Dialect):
     """
 
     def read_call(self, body: Any) -> ChatCall:
-        fields = read_body(body)
+        fields = JsonFields(body)
         fields.refuse(("mcp_servers",), "the endpoint runs no tools")
         _check_format(fields)
         unused = fields.pick(_SAMPLING_FIELDS)

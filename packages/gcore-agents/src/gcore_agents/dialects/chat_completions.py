@@ -16,7 +16,6 @@ from gcore_agents.dialects.dialect import (
     make_call,
     name_results,
     read_arguments,
-    read_body,
     read_content,
     refuse_part,
 )
@@ -75,7 +74,7 @@ class ChatCompletionsDialect(Dialect):
     """
 
     def read_call(self, body: Any) -> ChatCall:
-        fields = read_body(body)
+        fields = JsonFields(body)
         fields.refuse(CONSTRAINTS, CONSTRAINED)
         fields.refuse(_OUTDATED, "use tools and tool_choice")
         fields.refuse(("audio",), "the endpoint takes text alone")

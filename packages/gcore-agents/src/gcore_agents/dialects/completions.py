@@ -11,7 +11,6 @@ from gcore_agents.dialects.dialect import (
     MAX_TURNS,
     MODEL,
     Dialect,
-    read_body,
 )
 from gcore_agents.dialects.events import LAST_EVENT, split_text, write_event
 from gcore_agents.dialects.fields import JsonFields
@@ -33,7 +32,7 @@ class CompletionsDialect(Dialect):
     """
 
     def read_call(self, body: Any) -> ChatCall:
-        fields = read_body(body)
+        fields = JsonFields(body)
         fields.refuse(CONSTRAINTS, CONSTRAINED)
         fields.refuse(("echo", "suffix", "prompt_logprobs", "response_format"), "not supported")
         num_turns = fields.read_integer("n", 1, MAX_TURNS) or 1

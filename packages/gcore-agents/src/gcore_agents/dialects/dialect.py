@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.dialects.events import KEEP_ALIVE, write_event
-from gcore_agents.dialects.fields import JsonFields, check_depth, parse_json
+from gcore_agents.dialects.fields import JsonFields, parse_json
 from gcore_agents.errors import CallError
 from gcore_agents.session import Session
 
@@ -58,7 +58,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def read_call(self, body: Any) -> ChatCall:
-        """Return the call that a body of JSON is; `CallError`, which names the field, if it is none."""
+        """Return the call that a body of `parse_json` is; `CallError`, which names the field, if it is none."""
 
     def count_tokens(self, body: Any) -> dict[str, Any]:
         """Return the answer to a question for the number of tokens of a call, which is not recorded."""
@@ -94,12 +94,6 @@ def error_type(status: int) -> str:
     if status in _ERROR_TYPES:
         return _ERROR_TYPES[status]
     return "invalid_request_error" if status < 500 else "api_error"
-
-
-def read_body(body: Any) -> JsonFields:
-    """Return the fields of a body; `CallError` if it is no object, or nested too deeply."""
-    check_depth(body, "body")
-    return JsonFields(body)
 
 
 def read_content(fields: JsonFields, field: str, text_types: Mapping[str, str]) -> str:

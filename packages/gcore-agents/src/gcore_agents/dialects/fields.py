@@ -24,8 +24,11 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise CallError(
             f"{where} is not JSON ({error}); expected JSON", field=where, code="invalid_json"
         ) from None
-    if text.count("{") + text.count("[") > MAX_DEPTH:
-        check_depth(value, where)
+    # Code that walks the value is recursive. A text of few brackets need not be measured.
+    if text.count("{") + text.count("[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
+        raise CallError(
+            f"{where} is nested more than {MAX_DEPTH} levels deep; expected fewer", field=where
+        )
     if "\\u" in text and "\\ud" in text.lower():
         value = _replace_surrogates(value)
     return value
@@ -42,14 +45,6 @@ def _replace_surrogates(value: Any) -> Any:
             replaced[_replace_surrogates(name)] = _replace_surrogates(entry)
         return replaced
     return value
-
-
-def check_depth(value: Any, where: str) -> None:
-    """Raise a `CallError` if a value is nested too deeply for code that walks it."""
-    if is_deeper(value, MAX_DEPTH):
-        raise CallError(
-            f"{where} is nested more than {MAX_DEPTH} levels deep; expected fewer", field=where
-        )
 
 
 def describe(value: object) -> str:

@@ -14,7 +14,6 @@ from gcore_agents.dialects.dialect import (
     join_system,
     make_call,
     name_results,
-    read_body,
     read_tool,
 )
 from gcore_agents.dialects.events import split_text, write_event
@@ -61,7 +60,7 @@ class GoogleDialect(Dialect):
     """Google's clients do not know comments."""
 
     def read_call(self, body: Any) -> ChatCall:
-        fields = _rename(read_body(body))
+        fields = _rename(JsonFields(body))
         unused: dict[str, Any] = {}
         config = _read_object(fields, "generationConfig")
         if config is None:
@@ -91,7 +90,7 @@ class GoogleDialect(Dialect):
 
     def count_tokens(self, body: Any) -> dict[str, Any]:
         """Return the answer to a question for the number of tokens of a call."""
-        fields = _rename(read_body(body))
+        fields = _rename(JsonFields(body))
         whole = _read_object(fields, "generateContentRequest")
         call = self.read_call(body if whole is None else whole.values)
         return {"totalTokens": self.session.count_tokens(call)}

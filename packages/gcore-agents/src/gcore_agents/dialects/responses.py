@@ -14,7 +14,6 @@ from gcore_agents.dialects.dialect import (
     make_call,
     name_results,
     read_arguments,
-    read_body,
     read_content,
     read_tool,
 )
@@ -62,7 +61,7 @@ class ResponsesDialect(Dialect):
         self._items: dict[str, dict[str, Any]] = {}
 
     def read_call(self, body: Any) -> ChatCall:
-        fields = read_body(body)
+        fields = JsonFields(body)
         fields.refuse(_ELSEWHERE, "the endpoint keeps conversations by previous_response_id alone")
         fields.refuse(("logit_bias",), CONSTRAINED)
         _check_format(fields)
