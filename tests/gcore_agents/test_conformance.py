@@ -340,7 +340,7 @@ async def test_the_tree_of_a_session_has_the_log_probs_of_its_turns(
     endpoint: ScriptedEndpoint, packed: PackedModel, name: str, template: str
 ) -> None:
     """The trainer's scores of all turns in one sample are those of each turn after its own prompt."""
-    session = await endpoint.run_session(BY_NAME[name], dialect="chat", template=template)
+    session = await endpoint.run(BY_NAME[name], dialect="chat", template=template)
     tokens = collect_tokens(session.graph, trained=choose_trained(session))
     assert tokens is not None
     tree = Sample(

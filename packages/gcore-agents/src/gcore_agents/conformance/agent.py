@@ -10,7 +10,7 @@ import aiohttp
 from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
 from gcore_agents.conformance.scripted import EngineCall, ScriptedEngine, check_message
 from gcore_agents.conformance.trace import EndpointTrace, read_nodes
-from gcore_agents.conformance.turns import ModelTurn
+from gcore_agents.conformance.turns import ModelTurn, user
 from gcore_agents.conformance.wire.client import (
     WireClient,
     WireReply,
@@ -78,14 +78,12 @@ class CaseAgent:
 
     def user(self, text: str) -> dict[str, Any]:
         """Return a message of the user."""
-        return {"role": "user", "content": text + self._nonce}
+        return user(text + self._nonce)
 
     async def start(self) -> None:
         """Look at the graph before the first call."""
-        if self._has_graph:
-            nodes = read_nodes(await self._get_graph())
-            self.trace.update(nodes)
-            self.trace.first_node = len(nodes)
+        await self._update_nodes()
+        self.trace.first_node = len(self.trace.nodes or {})
 
     async def ask(self, messages: Sequence[Message], **options: Any) -> WireReply:
         """Return the turn that follows messages; ``options`` are fields of `WireRequest`."""
@@ -128,8 +126,7 @@ class CaseAgent:
             self._check_replies(replies, num_calls, is_whole=is_whole)
         elif not self._has_graph:
             self._add_calls(replies)
-        if self._has_graph:
-            self.trace.update(read_nodes(await self._get_graph()))
+        await self._update_nodes()
 
     async def exchange(
         self, request: WireRequest, *, headers: Mapping[str, str] | None = None
@@ -178,8 +175,7 @@ class CaseAgent:
         """Look at the graph after the last call."""
         if self.engine is not None:
             self.trace.calls[:] = self.engine.calls
-        if self._has_graph:
-            self.trace.update(read_nodes(await self._get_graph()))
+        await self._update_nodes()
         if self.engine is None and self._has_graph:
             self._read_calls()
 
@@ -195,6 +191,12 @@ class CaseAgent:
     def expect_calls(self, reply: WireReply, count: int) -> None:
         """Raise an error if a reply has another number of calls."""
         self.expect(reply, lambda reply: len(reply.calls) == count, f"{count} calls of tools")
+
+    def expect_end(self, reply: WireReply, finish_reason: str) -> None:
+        """Raise an error if a reply has another finish reason."""
+        self.expect(
+            reply, lambda reply: reply.finish_reason == finish_reason, f"the end {finish_reason!r}"
+        )
 
     def _check_replies(
         self, replies: Sequence[WireReply], num_calls: int, *, is_whole: bool
@@ -258,6 +260,10 @@ class CaseAgent:
                     f"usage of {reply.response_id} is {reply.prompt_tokens} tokens of prompt; its path has "
                     f"{len(turn.prompt_ids)}"
                 )
+
+    async def _update_nodes(self) -> None:
+        if self._has_graph:
+            self.trace.update(read_nodes(await self._get_graph()))
 
     async def _get_graph(self) -> Mapping[str, Any]:
         if self._read_graph is not None:

@@ -3,6 +3,8 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
@@ -34,35 +36,13 @@ async def ask_with_system(agent: CaseAgent) -> None:
     await agent.ask([*messages, turn.message, agent.user(_MORE)])
 
 
-async def call_tool(agent: CaseAgent) -> None:
-    await _call_tool(agent)
-
-
-async def stream_call(agent: CaseAgent) -> None:
-    await _call_tool(agent, stream=True)
-
-
-async def write_empty_content(agent: CaseAgent) -> None:
-    await _call_tool(agent, style=WriteStyle(empty="text"))
-
-
-async def leave_content_out(agent: CaseAgent) -> None:
-    await _call_tool(agent, style=WriteStyle(empty="missing"))
-
-
-async def write_arguments_again(agent: CaseAgent) -> None:
-    await _call_tool(agent, style=WriteStyle(arguments="spaced"))
-
-
-async def _call_tool(
-    agent: CaseAgent, *, stream: bool = False, style: WriteStyle | None = None
-) -> None:
-    style = style or WriteStyle()
+async def call_tool(agent: CaseAgent, **options: Any) -> None:
+    """Send a call's result; ``options`` are fields of `WireRequest`."""
     messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, tools=TOOLS, stream=stream)
+    turn = await agent.ask(messages, tools=TOOLS, **options)
     agent.expect_calls(turn, 1)
     further = [*messages, turn.message, *results(turn.message, "three")]
-    await agent.ask(further, tools=TOOLS, stream=stream, style=style)
+    await agent.ask(further, tools=TOOLS, **options)
 
 
 async def call_two_tools(agent: CaseAgent) -> None:
@@ -111,15 +91,7 @@ async def change_arguments(agent: CaseAgent) -> None:
     await agent.ask([*messages, changed, *results(changed, "ten")], tools=TOOLS)
 
 
-async def drop_reasoning(agent: CaseAgent) -> None:
-    await _edit_reasoning(agent, "")
-
-
-async def change_reasoning(agent: CaseAgent) -> None:
-    await _edit_reasoning(agent, "not at all")
-
-
-async def _edit_reasoning(agent: CaseAgent, reasoning: str) -> None:
+async def edit_reasoning(agent: CaseAgent, *, reasoning: str) -> None:
     messages = [agent.user(_QUESTION)]
     turn = await agent.ask(messages)
     agent.expect(turn, lambda turn: "reasoning_content" in turn.message, "reasoning")
@@ -229,21 +201,21 @@ async def stop_at_string(agent: CaseAgent) -> None:
     messages = [agent.user(_QUESTION)]
     turn = await agent.ask(messages, stop=("STOP",))
     agent.expect(turn, lambda turn: turn.text.strip() == "the first part", "the text before STOP")
-    agent.expect(turn, lambda turn: turn.finish_reason == "stop", "the end 'stop'")
+    agent.expect_end(turn, "stop")
     await agent.ask([*messages, turn.message, agent.user(_MORE)], stop=("STOP",))
 
 
 async def cut_turn_off(agent: CaseAgent) -> None:
     messages = [agent.user(_QUESTION)]
     turn = await agent.ask(messages, max_tokens=9)
-    agent.expect(turn, lambda turn: turn.finish_reason == "length", "the end 'length'")
+    agent.expect_end(turn, "length")
     await agent.ask([*messages, turn.message, agent.user(_MORE)])
 
 
 async def cut_call_off(agent: CaseAgent) -> None:
     messages = [agent.user(_QUESTION)]
     turn = await agent.ask(messages, tools=TOOLS, max_tokens=25)
-    agent.expect(turn, lambda turn: turn.finish_reason == "length", "the end 'length'")
+    agent.expect_end(turn, "length")
     agent.expect_calls(turn, 0)
     await agent.ask([*messages, turn.message, agent.user(_MORE)], tools=TOOLS)
 
@@ -343,7 +315,7 @@ def list_cases() -> list[Case]:
             name="stream",
             summary="A streamed turn is the same as one that is not, and so is its continuation.",
             script=[_CALL, _SECOND],
-            drive=stream_call,
+            drive=partial(call_tool, stream=True),
             parents=[-1, 0],
             needs=frozenset({"results"}),
         ),
@@ -358,14 +330,14 @@ def list_cases() -> list[Case]:
             name="reasoning-dropped",
             summary="A turn that is sent back without its reasoning is continued as it was sampled.",
             script=[_THOUGHT, _SECOND],
-            drive=drop_reasoning,
+            drive=partial(edit_reasoning, reasoning=""),
             parents=[-1, 0],
         ),
         Case(
             name="reasoning-changed",
             summary="Reasoning that is sent back changed starts a branch.",
             script=[_THOUGHT, _SECOND],
-            drive=change_reasoning,
+            drive=partial(edit_reasoning, reasoning="not at all"),
             parents=[-1, -1],
         ),
         Case(
@@ -379,7 +351,7 @@ def list_cases() -> list[Case]:
             name="content-empty",
             summary='Content "" next to calls is the same as null.',
             script=[_CALL, _SECOND],
-            drive=write_empty_content,
+            drive=partial(call_tool, style=WriteStyle(empty="text")),
             parents=[-1, 0],
             dialects=("chat",),
             needs=frozenset({"results"}),
@@ -388,7 +360,7 @@ def list_cases() -> list[Case]:
             name="content-missing",
             summary="Content that is missing next to calls is the same as null.",
             script=[_CALL, _SECOND],
-            drive=leave_content_out,
+            drive=partial(call_tool, style=WriteStyle(empty="missing")),
             parents=[-1, 0],
             dialects=("chat",),
             needs=frozenset({"results"}),
@@ -397,7 +369,7 @@ def list_cases() -> list[Case]:
             name="arguments-rewritten",
             summary="Arguments with other spaces and another order of keys are the same.",
             script=[_CALL, _SECOND],
-            drive=write_arguments_again,
+            drive=partial(call_tool, style=WriteStyle(arguments="spaced")),
             parents=[-1, 0],
             needs=frozenset({"results"}),
         ),

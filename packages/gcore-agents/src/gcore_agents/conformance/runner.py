@@ -63,7 +63,7 @@ class ScriptedEndpoint:
         >>> async def run(case: Case) -> CaseResult:
         ...     endpoint = ScriptedEndpoint()
         ...     await endpoint.start()
-        ...     result = await endpoint.run(case, dialect="chat", template="chatml")
+        ...     result = await run_case(endpoint, case, dialect="chat", template="chatml")
         ...     await endpoint.close()
         ...     return result
     """
@@ -77,17 +77,7 @@ class ScriptedEndpoint:
         await self._http.close()
         await self._server.close()
 
-    async def run(self, case: Case, *, dialect: str, template: str) -> CaseResult:
-        """Run one case."""
-        try:
-            await self.run_session(case, dialect=dialect, template=template)
-        except CaseNotApplicableError as error:
-            return _make_result(case, dialect, template, "-", error)
-        except MismatchError as error:
-            return _make_result(case, dialect, template, "FAIL", error)
-        return CaseResult(case=case.name, dialect=dialect, template=template, outcome="ok")
-
-    async def run_session(self, case: Case, *, dialect: str, template: str) -> Session:
+    async def run(self, case: Case, *, dialect: str, template: str) -> Session:
         """Run one case, and return its session.
 
         Raises:
@@ -152,8 +142,16 @@ class RemoteEndpoint:
     async def close(self) -> None:
         await self._http.close()
 
-    async def run(self, case: Case, *, dialect: str, template: str) -> CaseResult:
-        """Run one case; the template is the endpoint's own."""
+    async def run(self, case: Case, *, dialect: str, template: str) -> None:
+        """Run one case; the template is the endpoint's own.
+
+        Raises:
+            MismatchError: the endpoint does not do what the case expects, or cannot be reached.
+            CaseNotApplicableError: the case needs what the endpoint does not show.
+        """
+        del template
+        if case.is_scripted:
+            raise CaseNotApplicableError("needs a scripted engine")
         agent = CaseAgent(
             self._http,
             url=self.url,
@@ -164,14 +162,9 @@ class RemoteEndpoint:
             nonce=f" ({secrets.token_hex(4)})",
         )
         try:
-            if case.is_scripted:
-                raise CaseNotApplicableError("needs a scripted engine")
             await _drive(case, agent)
-        except CaseNotApplicableError as error:
-            return _make_result(case, dialect, template, "-", error)
-        except (MismatchError, aiohttp.ClientError) as error:
-            return _make_result(case, dialect, template, "FAIL", error)
-        return CaseResult(case=case.name, dialect=dialect, template=template, outcome="ok")
+        except aiohttp.ClientError as error:
+            raise MismatchError(str(error) or type(error).__name__) from error
 
 
 Endpoint = ScriptedEndpoint | RemoteEndpoint
@@ -190,7 +183,24 @@ async def run_cases(
                 continue
             for case in cases:
                 if dialect in case.dialects:
-                    yield await endpoint.run(case, dialect=dialect, template=template)
+                    yield await run_case(endpoint, case, dialect=dialect, template=template)
+
+
+async def run_case(endpoint: Endpoint, case: Case, *, dialect: str, template: str) -> CaseResult:
+    """Run one case, and return its result."""
+    outcome: Literal["ok", "FAIL", "-"] = "ok"
+    detail = ""
+    try:
+        await endpoint.run(case, dialect=dialect, template=template)
+    except CaseNotApplicableError as error:
+        outcome = "-"
+        detail = str(error)
+    except MismatchError as error:
+        outcome = "FAIL"
+        detail = str(error)
+    return CaseResult(
+        case=case.name, dialect=dialect, template=template, outcome=outcome, detail=detail
+    )
 
 
 async def _drive(case: Case, agent: CaseAgent) -> None:
@@ -215,19 +225,3 @@ def _check_needs(case: Case, facts: TemplateFacts) -> None:
         raise CaseNotApplicableError("the template takes no system message")
     if "results" in case.needs and not facts.renders_tool_results:
         raise CaseNotApplicableError("the template renders no results of tools")
-
-
-def _make_result(
-    case: Case,
-    dialect: str,
-    template: str,
-    outcome: Literal["FAIL", "-"],
-    error: Exception,
-) -> CaseResult:
-    return CaseResult(
-        case=case.name,
-        dialect=dialect,
-        template=template,
-        outcome=outcome,
-        detail=str(error) or type(error).__name__,
-    )

@@ -8,13 +8,12 @@ from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.chat.tool_calls import count_common
 from gcore_agents.conformance.errors import CaseNotApplicableError
 from gcore_agents.conformance.templates import split_pairs
-from gcore_agents.conformance.turns import TOOLS, ModelTurn, results
+from gcore_agents.conformance.turns import ANNOUNCED, ModelTurn, results, user
 from gcore_agents.errors import MessageError
 from gcore_agents.graph import Message
 from gcore_agents.sampler import SampledTokens
 
-_QUESTION = {"role": "user", "content": "question"}
-_ANNOUNCED = [{"type": "function", "function": tool} for tool in TOOLS]
+_QUESTION = user("question")
 
 
 def write_turn(encoder: ChatEncoder, turn: ModelTurn) -> list[int]:
@@ -36,8 +35,8 @@ def write_turn(encoder: ChatEncoder, turn: ModelTurn) -> list[int]:
     if not encoder.is_mark(tokens[-1]) or closes_call:
         marks = [token for token in end if encoder.is_mark(token)]
         tokens += marks[:1] or encoder.encode("<eos>")
-    prompt = encoder.first([_QUESTION], tools=_ANNOUNCED if turn.calls else ())
-    read = encoder.read_turn(tokens, tools=_ANNOUNCED, is_ended=True, prompt_ids=prompt)
+    prompt = encoder.first([_QUESTION], tools=ANNOUNCED if turn.calls else ())
+    read = encoder.read_turn(tokens, tools=ANNOUNCED, is_ended=True, prompt_ids=prompt)
     check_message(read, turn)
     return tokens
 
@@ -47,9 +46,9 @@ def _find_end(
 ) -> list[int]:
     """Return what follows a turn; a template that renders no results of tools ends all turns alike."""
     try:
-        return encoder.next(further, last_token=plain_token, turn=turn, tools=_ANNOUNCED)
+        return encoder.next(further, last_token=plain_token, turn=turn, tools=ANNOUNCED)
     except MessageError:
-        return encoder.next([_QUESTION], last_token=plain_token, tools=_ANNOUNCED)
+        return encoder.next([_QUESTION], last_token=plain_token, tools=ANNOUNCED)
 
 
 def check_message(message: Message, turn: ModelTurn) -> None:
@@ -71,7 +70,7 @@ def check_message(message: Message, turn: ModelTurn) -> None:
 
 def _render_turn(encoder: ChatEncoder, turn: ModelTurn) -> str:
     """Return the text of a turn after its prompt."""
-    tools = _ANNOUNCED if turn.calls else []
+    tools = ANNOUNCED if turn.calls else []
     prompt = encoder.render([_QUESTION], tools=tools)
     message = turn.message()
     whole = encoder.render([_QUESTION, message], tools=tools, prompt=False)

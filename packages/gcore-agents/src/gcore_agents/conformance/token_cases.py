@@ -1,5 +1,7 @@
 """The cases of Completions, whose prompts are text or tokens."""
 
+from functools import partial
+
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
 from gcore_agents.conformance.cases import check_texts_differ
@@ -13,15 +15,7 @@ _THIRD = ModelTurn(text="another thing in store")
 _DIALECTS = ("completions",)
 
 
-async def continue_tokens(agent: CaseAgent) -> None:
-    await _continue(agent, stream=False)
-
-
-async def stream_tokens(agent: CaseAgent) -> None:
-    await _continue(agent, stream=True)
-
-
-async def _continue(agent: CaseAgent, *, stream: bool) -> None:
+async def continue_tokens(agent: CaseAgent, *, stream: bool = False) -> None:
     turn = await _ask(agent, stream=stream)
     prompt = _path(turn) + _prompt(turn)[:3]
     await agent.send(WireRequest(prompt=prompt, stream=stream))
@@ -63,7 +57,7 @@ async def stop_at_string(agent: CaseAgent) -> None:
 
 async def cut_turn_off(agent: CaseAgent) -> None:
     [turn] = await agent.send(WireRequest(prompt=_text(agent), max_tokens=9))
-    agent.expect(turn, lambda turn: turn.finish_reason == "length", "the end 'length'")
+    agent.expect_end(turn, "length")
     await agent.send(WireRequest(prompt=_path(turn)))
 
 
@@ -103,7 +97,7 @@ def list_token_cases() -> list[Case]:
             name="tokens-streamed",
             summary="So it does if turns are streamed.",
             script=[_FIRST, _SECOND],
-            drive=stream_tokens,
+            drive=partial(continue_tokens, stream=True),
             parents=[-1, 0],
             dialects=_DIALECTS,
         ),

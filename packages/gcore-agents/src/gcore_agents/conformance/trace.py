@@ -1,9 +1,10 @@
 """The trace of an endpoint, as far as it shows one, and the checks of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gcore_agents.chat.tool_calls import count_common
 from gcore_agents.conformance.errors import MismatchError
 from gcore_agents.conformance.scripted import EngineCall
 
@@ -161,23 +162,21 @@ class EndpointTrace:
 
     def path_before(self, node: TraceNode) -> tuple[int, ...]:
         """Return the tokens from the first one to the one before a node."""
-        nodes = self.nodes or {}
-        parts: list[tuple[int, ...]] = []
-        parent = nodes.get(node.parent)
-        while parent is not None:
-            parts.append(parent.token_ids)
-            parent = nodes.get(parent.parent)
         path: list[int] = []
-        for part in reversed(parts):
-            path.extend(part)
+        for ancestor in reversed([*self._ancestors(node)]):
+            path.extend(ancestor.token_ids)
         return tuple(path)
 
     def _find_turn_before(self, node: TraceNode) -> TraceNode | None:
+        return next((ancestor for ancestor in self._ancestors(node) if ancestor.is_turn), None)
+
+    def _ancestors(self, node: TraceNode) -> Iterator[TraceNode]:
+        """Yield the nodes before a node, the nearest one first."""
         nodes = self.nodes or {}
-        parent = nodes.get(node.parent)
-        while parent is not None and not parent.is_turn:
-            parent = nodes.get(parent.parent)
-        return parent
+        ancestor = nodes.get(node.parent)
+        while ancestor is not None:
+            yield ancestor
+            ancestor = nodes.get(ancestor.parent)
 
 
 def _name_turn(node: TraceNode | None, turns: Sequence[TraceNode]) -> str:
@@ -189,11 +188,9 @@ def _name_turn(node: TraceNode | None, turns: Sequence[TraceNode]) -> str:
     return f"node {node.number}"
 
 
-def _describe_difference(found: Sequence[int], expected: Sequence[int]) -> str:
+def _describe_difference(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
     """Return a text for the first difference of two lists of tokens."""
-    position = 0
-    while position < min(len(found), len(expected)) and found[position] == expected[position]:
-        position += 1
+    position = count_common(found, expected)
     shown = list(found[position : position + _SHOWN])
     wanted = list(expected[position : position + _SHOWN])
     return f"{len(found)} tokens, expected {len(expected)}; from token {position} on {shown}, expected {wanted}"

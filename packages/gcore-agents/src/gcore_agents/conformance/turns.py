@@ -27,6 +27,8 @@ TOOLS: tuple[Mapping[str, Any], ...] = (
     },
 )
 """Functions of the cases that use tools."""
+ANNOUNCED = [{"type": "function", "function": tool} for tool in TOOLS]
+"""They, as chat templates take them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from gcore_agents.conformance.wire.client import (
     WireReply,
     WireRequest,
     WriteStyle,
+    join_choices,
     label_calls,
     label_reply,
     make_call,
@@ -61,23 +62,7 @@ class ChatClient(WireClient):
         return replies
 
     def join_events(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        body: dict[str, Any] = {"id": events[0]["id"], "usage": None}
-        choices: dict[int, dict[str, Any]] = {}
-        for event in events:
-            body["usage"] = event.get("usage") or body["usage"]
-            if event.get("prompt_token_ids"):
-                body["prompt_token_ids"] = event["prompt_token_ids"]
-            for part in event["choices"]:
-                message = {"content": "", "reasoning_content": "", "tool_calls": []}
-                choice = choices.setdefault(
-                    part["index"], {"message": message, "finish_reason": ""}
-                )
-                choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-                if part.get("token_ids"):
-                    choice["token_ids"] = [*choice.get("token_ids", ()), *part["token_ids"]]
-                _add_delta(choice["message"], part["delta"])
-        body["choices"] = [choices[index] for index in sorted(choices)]
-        return body
+        return join_choices(events, _add_delta)
 
 
 def read_ids(body: Mapping[str, Any], field: str) -> tuple[int, ...] | None:
@@ -86,7 +71,10 @@ def read_ids(body: Mapping[str, Any], field: str) -> tuple[int, ...] | None:
     return None if token_ids is None else tuple(token_ids)
 
 
-def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
+def _add_delta(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    empty = {"content": "", "reasoning_content": "", "tool_calls": []}
+    message: dict[str, Any] = choice.setdefault("message", empty)
+    delta = part["delta"]
     message["content"] += delta.get("content") or ""
     message["reasoning_content"] += delta.get("reasoning_content") or delta.get("reasoning") or ""
     for piece in delta.get("tool_calls") or ():

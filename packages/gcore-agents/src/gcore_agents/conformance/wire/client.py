@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -142,6 +142,32 @@ def write_options(request: WireRequest) -> dict[str, Any]:
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
     return body
+
+
+def join_choices(
+    events: Sequence[Mapping[str, Any]],
+    add_text: Callable[[dict[str, Any], Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    """Return the reply that the events of OpenAI's Chat Completions or Completions make.
+
+    Args:
+        add_text: adds the text of an event's choice to the whole one.
+    """
+    body: dict[str, Any] = {"id": events[0]["id"], "usage": None}
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        body["usage"] = event.get("usage") or body["usage"]
+        if event.get("prompt_token_ids"):
+            body["prompt_token_ids"] = event["prompt_token_ids"]
+        for part in event["choices"]:
+            choice = choices.setdefault(part["index"], {"finish_reason": ""})
+            choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+            if part.get("prompt_token_ids"):
+                choice["prompt_token_ids"] = part["prompt_token_ids"]
+            if part.get("token_ids"):
+                choice["token_ids"] = [*choice.get("token_ids", ()), *part["token_ids"]]
+            add_text(choice, part)
+    return {**body, "choices": [choices[index] for index in sorted(choices)]}
 
 
 def read_event_data(lines: Iterable[str]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from gcore_agents.conformance.wire.client import (
     WireClient,
     WireReply,
     WireRequest,
+    join_choices,
     label_reply,
     make_message,
     write_options,
@@ -46,16 +47,8 @@ class CompletionsClient(WireClient):
         return replies
 
     def join_events(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        body: dict[str, Any] = {"id": events[0]["id"], "usage": None}
-        choices: dict[int, dict[str, Any]] = {}
-        for event in events:
-            body["usage"] = event.get("usage") or body["usage"]
-            for part in event["choices"]:
-                choice = choices.setdefault(part["index"], {"text": "", "finish_reason": ""})
-                choice["text"] += part["text"]
-                choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-                if part.get("prompt_token_ids"):
-                    choice["prompt_token_ids"] = part["prompt_token_ids"]
-                if part.get("token_ids"):
-                    choice["token_ids"] = [*choice.get("token_ids", ()), *part["token_ids"]]
-        return {**body, "choices": [choices[index] for index in sorted(choices)]}
+        return join_choices(events, _add_text)
+
+
+def _add_text(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    choice["text"] = choice.get("text", "") + part["text"]
