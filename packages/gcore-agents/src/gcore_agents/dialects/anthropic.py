@@ -53,10 +53,7 @@ class AnthropicDialect(Dialect):
         system = read_content(fields, "system", _TEXT)
         if system:
             messages.append({"role": "system", "content": system})
-        objects = fields.read_objects("messages")
-        if not objects:
-            fields.fail("messages", "one or more messages")
-        for message in objects:
+        for message in fields.require_objects("messages"):
             messages.extend(_read_message(message))
         thinking = fields.read_object("thinking")
         thinking_type = thinking.read_text("type") if thinking is not None else None

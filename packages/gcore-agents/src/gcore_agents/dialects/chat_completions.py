@@ -85,7 +85,6 @@ class ChatCompletionsDialect(Dialect):
         if not tools:
             unused.pop("parallel_tool_calls", None)
         max_tokens = fields.read_integer("max_completion_tokens", 1)
-        stream_options = fields.read_object("stream_options")
         return ChatCall(
             messages=read_messages(fields),
             tools=tools,
@@ -98,7 +97,7 @@ class ChatCompletionsDialect(Dialect):
                 "model": fields.read_text("model") or MODEL,
                 "logprobs": fields.read_flag("logprobs"),
                 "token_ids": fields.read_flag("return_token_ids"),
-                "usage": stream_options is not None and stream_options.read_flag("include_usage"),
+                "usage": wants_usage(fields),
             },
         )
 
@@ -149,6 +148,12 @@ def write_log_probs(session: Session, reply: ChatReply) -> list[dict[str, Any]]:
     return entries
 
 
+def wants_usage(fields: JsonFields) -> bool:
+    """Return whether the last chunk of a stream is to have the counts of tokens."""
+    options = fields.read_object("stream_options")
+    return options is not None and options.read_flag("include_usage")
+
+
 def _check_response_format(fields: JsonFields) -> None:
     response_format = fields.read_object("response_format")
     if response_format is not None and response_format.read_text("type") not in (None, "text"):
@@ -162,10 +167,7 @@ def _check_modalities(fields: JsonFields) -> None:
 
 
 def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
-    """Return the tools that a body announces; none if its ``tool_choice`` is none.
-
-    ``required`` is as ``auto``: the policy may answer without a call, and learns from what the agent makes of that.
-    """
+    """Return the tools that a body announces; none if its ``tool_choice`` is none."""
     tools: list[dict[str, Any]] = []
     for tool in fields.read_objects("tools"):
         if tool.read_text("type") != "function":
@@ -179,19 +181,25 @@ def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
         if parameters is not None:
             check_schema(parameters)
         tools.append({"type": "function", "function": function.values})
-    choice = fields.values.get("tool_choice")
-    if choice == "none":
+    if not allows_tools(fields):
         return []
-    if choice not in (None, "auto", "required"):
-        fields.fail("tool_choice", f"auto, required or none: {CONSTRAINED}")
     return tools
+
+
+def allows_tools(fields: JsonFields) -> bool:
+    """Return whether a body's ``tool_choice`` lets the policy call tools; `CallError` if it forces one.
+
+    ``required`` is as ``auto``: the policy may answer without a call, and learns from what the agent makes of that.
+    """
+    choice = fields.values.get("tool_choice")
+    if choice not in (None, "auto", "required", "none"):
+        fields.fail("tool_choice", f"auto, required or none: {CONSTRAINED}")
+    return choice != "none"
 
 
 def read_messages(fields: JsonFields) -> list[dict[str, Any]]:
     """Return the messages of a body."""
-    objects = fields.read_objects("messages")
-    if not objects:
-        fields.fail("messages", "one or more messages")
+    objects = fields.require_objects("messages")
     return join_system(name_results(_read_message(message) for message in objects))
 
 

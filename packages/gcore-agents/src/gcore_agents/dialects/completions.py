@@ -4,7 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
-from gcore_agents.dialects.chat_completions import CONSTRAINTS, SAMPLING_FIELDS, write_usage
+from gcore_agents.dialects.chat_completions import (
+    CONSTRAINTS,
+    SAMPLING_FIELDS,
+    wants_usage,
+    write_usage,
+)
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MAX_STOPS,
@@ -37,7 +42,6 @@ class CompletionsDialect(Dialect):
         fields.refuse(("echo", "suffix", "prompt_logprobs", "response_format"), "not supported")
         num_turns = fields.read_integer("n", 1, MAX_TURNS) or 1
         fields.read_integer("best_of", num_turns, num_turns)
-        stream_options = fields.read_object("stream_options")
         return ChatCall(
             messages=(),
             prompt_ids=tuple(self._read_prompt(fields)),
@@ -50,7 +54,7 @@ class CompletionsDialect(Dialect):
                 "model": fields.read_text("model") or MODEL,
                 "logprobs": fields.read_integer("logprobs", 0, _MAX_LOG_PROBS) is not None,
                 "token_ids": fields.read_flag("return_token_ids"),
-                "usage": stream_options is not None and stream_options.read_flag("include_usage"),
+                "usage": wants_usage(fields),
             },
         )
 

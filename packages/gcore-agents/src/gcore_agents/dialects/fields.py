@@ -143,6 +143,12 @@ class JsonFields:
             objects.append(JsonFields(value, f"{name}[{number}]"))
         return objects
 
+    def require_objects(self, field: str) -> "list[JsonFields]":
+        objects = self.read_objects(field)
+        if not objects:
+            self.fail(field, f"one or more {field}")
+        return objects
+
     def read_texts(self, field: str, max_count: int) -> tuple[str, ...]:
         """Return a text, or a list of them, as several; none of them is empty."""
         value = self.values.get(field)

@@ -61,7 +61,6 @@ class GoogleDialect(Dialect):
 
     def read_call(self, body: Any) -> ChatCall:
         fields = _rename(JsonFields(body))
-        unused: dict[str, Any] = {}
         config = _read_object(fields, "generationConfig")
         if config is None:
             config = JsonFields({}, fields.name("generationConfig"))
@@ -72,10 +71,7 @@ class GoogleDialect(Dialect):
         system = _read_object(fields, "systemInstruction")
         if system is not None:
             messages.append({"role": "system", "content": _read_system(system)})
-        objects = fields.read_objects("contents")
-        if not objects:
-            fields.fail("contents", "one or more contents")
-        for content in _join_turns(map(_rename, objects)):
+        for content in _join_turns(map(_rename, fields.require_objects("contents"))):
             messages.extend(_read_content(content))
         thinking = _read_object(config, "thinkingConfig")
         return ChatCall(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
-from gcore_agents.dialects.chat_completions import SAMPLING_FIELDS, write_log_probs
+from gcore_agents.dialects.chat_completions import SAMPLING_FIELDS, allows_tools, write_log_probs
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MODEL,
@@ -233,11 +233,8 @@ def _read_tools(
             left_out.append(kind)
     if left_out:
         unused["tools"] = left_out
-    choice = fields.values.get("tool_choice")
-    if choice == "none":
+    if not allows_tools(fields):
         return [], []
-    if choice not in (None, "auto", "required"):
-        fields.fail("tool_choice", f"auto, required or none: {CONSTRAINED}")
     return tools, custom_tools
 
 
