@@ -100,7 +100,12 @@ from .objectives.value import (
     ValueObjective as ValueObjective,
 )
 from .packing.head import token_scores as token_scores
-from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
+from .sample import (
+    Images as Images,
+    MicroBatch as MicroBatch,
+    Sample as Sample,
+    cut_at_forks as cut_at_forks,
+)
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers
 from .torch.frozen_model import FrozenModel as FrozenModel

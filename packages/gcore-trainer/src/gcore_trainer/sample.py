@@ -41,7 +41,7 @@ def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | N
 
 
 def cut_at_forks(size: int, forks: NDArray[np.int64] | None) -> list[tuple[int, int, int]]:
-    """Cut a response's tokens into spans, only the last of whose tokens may have several successors, or another's.
+    """Cut a response into spans of tokens that follow each other, so that others follow the last token of one only.
 
     Args:
         size: tokens of the response.

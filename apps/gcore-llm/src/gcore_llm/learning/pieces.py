@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from gcore_rollout import Completion
+from gcore_trainer import cut_at_forks
 
 
 def list_pieces(response: Completion, tokenizer: Any) -> list[dict[str, Any]]:
@@ -16,26 +17,23 @@ def list_pieces(response: Completion, tokenizer: Any) -> list[dict[str, Any]]:
     """
     token_ids = response.token_ids
     versions = response.weight_versions
-    parents = np.arange(token_ids.size) - 1
-    is_start = np.ones(token_ids.size + 1, np.bool_)
-    is_start[1:-1] = versions[1:] != versions[:-1]
-    if response.forks is not None:
-        places, followed = response.forks.T
-        parents[places] = followed
-        is_start[places] = True
-        is_start[followed[followed >= 0] + 1] = True
-    numbers = np.cumsum(is_start) - 1
-    starts = np.flatnonzero(is_start)
+    changes = np.flatnonzero(np.diff(versions)) + 1
     pieces: list[dict[str, Any]] = []
-    for start, end in pairwise(starts):
-        parent = int(parents[start])
-        piece: dict[str, Any] = {
-            "text": tokenizer.decode(token_ids[start:end]),
-            "is_sampled": bool(versions[start] >= 0),
-            "parent": int(numbers[parent]) if parent >= 0 else parent,
-            "version": int(versions[start]),
-        }
-        if response.credit is not None and piece["is_sampled"]:
-            piece["credit"] = float(response.credit[start])
-        pieces.append(piece)
+    # Of each piece, by its last token.
+    number_of_last: dict[int, int] = {}
+    for span_start, span_stop, followed in cut_at_forks(token_ids.size, response.forks):
+        inner = changes[(span_start < changes) & (changes < span_stop)].tolist()
+        parent = number_of_last.get(followed, followed)
+        for start, stop in pairwise([span_start, *inner, span_stop]):
+            piece: dict[str, Any] = {
+                "text": tokenizer.decode(token_ids[start:stop]),
+                "is_sampled": bool(versions[start] >= 0),
+                "parent": parent,
+                "version": int(versions[start]),
+            }
+            if response.credit is not None and piece["is_sampled"]:
+                piece["credit"] = float(response.credit[start])
+            parent = len(pieces)
+            number_of_last[stop - 1] = parent
+            pieces.append(piece)
     return pieces
