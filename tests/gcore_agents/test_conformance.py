@@ -199,6 +199,8 @@ class TokenServer:
 
     async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body["model"] != "other":
+            raise web.HTTPNotFound(text="there is no such model")
         prompt = self._encoder.first(body["messages"])
         if self._is_exact:
             prompt = self._write_exactly(body["messages"])
@@ -231,8 +233,9 @@ class TokenServer:
 @pytest.mark.parametrize("is_exact", [True, False])
 async def test_endpoints_that_show_tokens_in_replies(is_exact: bool) -> None:
     server = TokenServer(is_exact=is_exact)
-    remote = RemoteEndpoint(await server.start(), key="EMPTY")
-    cases = [BY_NAME[name] for name in ("two-turns", "question-changed", "tool-call", "hang-up")]
+    remote = RemoteEndpoint(await server.start(), key="EMPTY", model="other")
+    names = ("two-turns", "question-changed", "tool-call", "hang-up", "agents-at-once")
+    cases = [BY_NAME[name] for name in names]
     await remote.start()
     try:
         results = await run(remote, cases, dialects=["chat"])
@@ -240,7 +243,7 @@ async def test_endpoints_that_show_tokens_in_replies(is_exact: bool) -> None:
         await remote.close()
         await server.close()
     outcome = "ok" if is_exact else "FAIL"
-    assert [result.outcome for result in results] == [outcome, outcome, "-", "-"]
+    assert [result.outcome for result in results] == [outcome, outcome, "-", "-", "ok"]
     if not is_exact:
         assert "does not start with turn 0 as it was sampled" in results[0].detail
     assert "calls of tools" in results[2].detail

@@ -92,8 +92,7 @@ class CaseAgent:
 
     async def ask_all(self, messages: Sequence[Message], **options: Any) -> list[WireReply]:
         """Return the turns that follow messages."""
-        request = WireRequest(messages=messages, model=self._model, **options)
-        return await self.send(request)
+        return await self.send(WireRequest(messages=messages, **options))
 
     async def send(
         self, request: WireRequest, *, headers: Mapping[str, str] | None = None
@@ -106,7 +105,7 @@ class CaseAgent:
         num_calls = len(self.trace.calls)
         replies = await self.exchange(request, headers=headers)
         is_whole = not request.stop and not request.prompt
-        await self._take(replies, num_calls, is_whole=is_whole)
+        await self._check(replies, num_calls, is_whole=is_whole)
         return replies
 
     async def send_body(self, path: str, body: Any, *, stream: bool) -> list[WireReply]:
@@ -114,29 +113,35 @@ class CaseAgent:
         self._asks_reasoning = False
         num_calls = len(self.trace.calls)
         received = await self.post(path, body, stream=stream)
-        replies = self.client.read_reply(received)
-        await self._take(replies, num_calls, is_whole=True)
+        replies = self._read_reply(received)
+        await self._check(replies, num_calls, is_whole=True)
         return replies
 
-    async def _take(self, replies: Sequence[WireReply], num_calls: int, *, is_whole: bool) -> None:
-        """Add what a reply shows to the trace; ``is_whole``: its text is all of the engine's turn."""
-        self._replies.extend(replies)
+    async def _check(self, replies: Sequence[WireReply], num_calls: int, *, is_whole: bool) -> None:
+        """Check a reply and the graph after it; ``is_whole``: its text is all of the engine's turn."""
         if self.engine is not None:
             self.trace.calls[:] = self.engine.calls
             self._check_replies(replies, num_calls, is_whole=is_whole)
-        elif not self._has_graph:
-            self._add_calls(replies)
         await self._update_nodes()
 
     async def exchange(
         self, request: WireRequest, *, headers: Mapping[str, str] | None = None
     ) -> list[WireReply]:
-        """Send a request, and return the reply without a check."""
+        """Send a request with the agent's model, and return the reply without a check."""
+        request = replace(request, model=self._model)
         body = self.client.write_body(request)
         received = await self.post(
             self.client.path(request), body, stream=request.stream, headers=headers
         )
-        return self.client.read_reply(received)
+        return self._read_reply(received)
+
+    def _read_reply(self, received: Mapping[str, Any]) -> list[WireReply]:
+        """Return the turns of a reply; without an engine and a graph, they are all that shows its calls."""
+        replies = self.client.read_reply(received)
+        self._replies.extend(replies)
+        if self.engine is None and not self._has_graph:
+            self._add_calls(replies)
+        return replies
 
     async def post(
         self,

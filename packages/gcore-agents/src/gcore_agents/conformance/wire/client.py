@@ -58,6 +58,7 @@ class WireRequest:
     previous_response: str = ""
     """Responses: the messages follow those of this response."""
     model: str = "policy"
+    """`CaseAgent` puts its own in."""
 
 
 @dataclass(frozen=True, kw_only=True)
