@@ -12,7 +12,13 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-from gcore_agents.chat.messages import choose_template, normalize_messages, render_chat
+from gcore_agents.chat.messages import (
+    choose_template,
+    make_call,
+    make_turn_message,
+    normalize_messages,
+    render_chat,
+)
 from gcore_agents.chat.reasoning import choose_thought_marks
 from gcore_agents.chat.tool_calls import (
     HERMES,
@@ -20,8 +26,6 @@ from gcore_agents.chat.tool_calls import (
     ToolCall,
     count_common,
     find_call_form,
-    make_call,
-    make_call_turn,
     read_calls,
 )
 from gcore_agents.chat.turns import TurnReader, compile_tokens
@@ -44,7 +48,7 @@ class _MakeTurn(Protocol):
 
 def _answer(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
     del messages, turn
-    return {"role": "assistant", "content": text}
+    return make_turn_message(text)
 
 
 def _call(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def _call(text: str, messages: Sequence[Message], turn: Message) -> dict[str, An
         name = message.get("name") or call.get("function", {}).get("name") or "tool"
         call_id = message.get("tool_call_id") or call.get("id") or f"call{number:05}"
         calls.append(make_call(name, {"text": text}, call_id))
-    return make_call_turn(calls)
+    return make_turn_message("", calls=calls)
 
 
 def _call_in_json(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
@@ -263,7 +267,9 @@ class ChatEncoder:
     def _reasoning_key(self) -> str:
         """Name of a turn's reasoning in the template; that of OpenAI's API if it renders none."""
         word = "gcoreword"
-        call = self._adapt(make_call_turn([make_call("tool", {"a": "b"}, "call00000")]))
+        call = self._adapt(
+            make_turn_message("", calls=[make_call("tool", {"a": "b"}, "call00000")])
+        )
         for key in _REASONING_KEYS:
             for turn in (_answer("", [], {}), call):
                 try:

@@ -33,6 +33,24 @@ def normalize_messages(messages: object, *, keeps_parts: bool = False) -> list[d
     ]
 
 
+def make_call(name: str, arguments: object, call_id: str) -> dict[str, Any]:
+    """Return a call of a tool as messages have it: ``arguments`` are a mapping, or JSON."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def make_turn_message(
+    content: str, *, reasoning: str = "", calls: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return a turn of the policy as a message, which has reasoning and calls only if there are any."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
 def drop_none(value: Any, where: str) -> Any:
     """Return a value of mappings, lists and text without the keys that are None, at any depth.
 

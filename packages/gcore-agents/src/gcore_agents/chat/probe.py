@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore_agents.chat.encoder import ChatEncoder
-from gcore_agents.chat.tool_calls import make_call, make_call_turn
+from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.errors import MessageError
 from gcore_agents.graph import Message
 
@@ -244,7 +244,7 @@ class _Probe:
             calls.append(
                 make_call("gcorename", arguments, f"gcoreid{self._num_words % 10}{number}")
             )
-        return make_call_turn(calls)
+        return make_turn_message("", calls=calls)
 
     def _make_result(self, call_id: str, text: str) -> dict[str, Any]:
         return {**_make_text("tool", text), "tool_call_id": call_id}

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.chat.reasoning import drop_thoughts
 from gcore_agents.errors import MessageError
 from gcore_agents.json_values import STRICT_DECODER, is_deeper
@@ -151,7 +152,7 @@ def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
         return HERMES
     for call_id in (_CALL_ID, _NAMED_ID):
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            turn = make_call_turn([make_call(_NAME, arguments, call_id)])
+            turn = make_turn_message("", calls=[make_call(_NAME, arguments, call_id)])
             try:
                 text = _cut_turn(render([question, turn]), answer)
             except MessageError:
@@ -179,17 +180,6 @@ def _split_pieces(text: str) -> tuple[str, ...]:
     """Return the marks and words of a text, without any twice."""
     words = _MARK.sub(lambda mark: f" {mark[0]} ", text).split()
     return tuple(dict.fromkeys(words))
-
-
-def make_call(name: str, arguments: object, call_id: str) -> dict[str, Any]:
-    """Return a call as chat templates get it: ``arguments`` are a mapping, or JSON."""
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id, "function": function}
-
-
-def make_call_turn(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message of a turn that has only calls."""
-    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _cut_turn(text: str, answer: str) -> str:

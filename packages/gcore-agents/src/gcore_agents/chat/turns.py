@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.chat.reasoning import (
     MESSAGE,
     find_open_thought,
@@ -16,7 +17,6 @@ from gcore_agents.chat.tool_calls import (
     CallForm,
     ToolCall,
     index_properties,
-    make_call,
     remove_calls,
 )
 
@@ -118,9 +118,6 @@ class TurnText:
 
     def make_message(self, *, seed: bytes, form: CallForm | None) -> dict[str, Any]:
         """Return the message that an agent gets; the seed and the number of a call determine its id."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
         tool_calls: list[dict[str, Any]] = []
         for number, call in enumerate(self.calls):
             call_id = call.call_id
@@ -129,9 +126,7 @@ class TurnText:
             if not call_id:
                 call_id = make_call_id(seed, number)
             tool_calls.append(make_call(call.name, dict(call.arguments), call_id))
-        if tool_calls:
-            message["tool_calls"] = tool_calls
-        return message
+        return make_turn_message(self.content, reasoning=self.reasoning, calls=tool_calls)
 
 
 def make_call_id(seed: bytes, number: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MAX_STOPS,
@@ -12,7 +13,6 @@ from gcore_agents.dialects.dialect import (
     Dialect,
     error_type,
     join_system,
-    make_call,
     name_results,
     read_content,
     read_tool,
@@ -170,7 +170,7 @@ def _read_message(fields: JsonFields) -> list[dict[str, Any]]:
 def _read_turn(fields: JsonFields) -> dict[str, Any]:
     content = fields.values.get("content")
     if not isinstance(content, list):
-        return {"role": "assistant", "content": read_content(fields, "content", _TEXT)}
+        return make_turn_message(read_content(fields, "content", _TEXT))
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -186,12 +186,8 @@ def _read_turn(fields: JsonFields) -> dict[str, Any]:
             calls.append(make_call(block.require_text("name"), values, block.require_text("id")))
         elif kind != "redacted_thinking":
             refuse_part(block, "type", _TURN_BLOCKS)
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    reasoning = "\n".join(thoughts) if any(thoughts) else ""
+    return make_turn_message("\n".join(texts), reasoning=reasoning, calls=calls)
 
 
 def _write_blocks(call: ChatCall, reply: ChatReply) -> list[dict[str, Any]]:

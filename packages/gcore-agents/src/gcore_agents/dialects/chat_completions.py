@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MAX_STOPS,
@@ -13,7 +14,6 @@ from gcore_agents.dialects.dialect import (
     Dialect,
     check_schema,
     join_system,
-    make_call,
     name_results,
     read_arguments,
     read_content,
@@ -224,14 +224,9 @@ def _read_message(fields: JsonFields) -> dict[str, Any]:
 
 
 def _read_turn(fields: JsonFields) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": read_content(fields, "content", _ASSISTANT_TEXT),
-    }
+    content = read_content(fields, "content", _ASSISTANT_TEXT)
     fields.refuse(("audio",), "the endpoint takes text alone")
-    reasoning = fields.read_text("reasoning_content") or fields.read_text("reasoning")
-    if reasoning:
-        message["reasoning_content"] = reasoning
+    reasoning = fields.read_text("reasoning_content") or fields.read_text("reasoning") or ""
     calls: list[dict[str, Any]] = []
     for call in fields.read_objects("tool_calls"):
         if call.read_text("type") not in (None, "function"):
@@ -242,9 +237,7 @@ def _read_turn(fields: JsonFields) -> dict[str, Any]:
         arguments = read_arguments(function, "arguments")
         call_id = call.read_text("id") or ""
         calls.append(make_call(function.require_text("name"), arguments, call_id))
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return make_turn_message(content, reasoning=reasoning, calls=calls)
 
 
 def _write_head(call: ChatCall, replies: Sequence[ChatReply], kind: str) -> dict[str, Any]:

@@ -124,12 +124,6 @@ def refuse_part(part: JsonFields, field: str, text_types: Iterable[str]) -> None
     part.fail(field, expected)
 
 
-def make_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
-    """Return a call of a tool in the form of `ChatCall.messages`."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
-
-
 def read_arguments(fields: JsonFields, field: str) -> dict[str, Any]:
     """Return the arguments of a call, which are JSON in a text."""
     text = fields.read_text(field) or "{}"

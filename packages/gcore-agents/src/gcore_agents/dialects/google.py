@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MAX_STOPS,
@@ -12,7 +13,6 @@ from gcore_agents.dialects.dialect import (
     MODEL,
     Dialect,
     join_system,
-    make_call,
     name_results,
     read_tool,
 )
@@ -259,12 +259,7 @@ def _read_turn(parts: list[JsonFields]) -> dict[str, Any]:
             (thoughts if is_thought else texts).append(part.read_text("text") or "")
         elif not part.has("thoughtSignature"):
             _refuse(part, _KINDS_OF_PARTS)
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return make_turn_message("".join(texts), reasoning="".join(thoughts), calls=calls)
 
 
 def _refuse(part: JsonFields, kinds: Sequence[str]) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.messages import make_call
 from gcore_agents.dialects.chat_completions import SAMPLING_FIELDS, allows_tools, write_log_probs
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MODEL,
     Dialect,
     join_system,
-    make_call,
     name_results,
     read_arguments,
     read_content,
