@@ -200,10 +200,14 @@ class ChatEncoder:
         If ``is_ended`` the text is without the last token, which ends the turn, unless it has one of the strings
         ``stop``: these are a part of it.
         """
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        if is_ended and not any(string in text for string in stop):
-            return self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
-        return text
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        if not is_ended:
+            return decode(token_ids)
+        if stop:
+            text: str = decode(token_ids)
+            if any(string in text for string in stop):
+                return text
+        return decode(token_ids[:-1])
 
     def calls(self, turn: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
         """Return the calls in a turn's text (see `turn_text`), read as the chat template writes them.
