@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -278,18 +279,18 @@ class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        if self._in_thread:
-            async with self._computing:
-                return await asyncio.to_thread(
-                    self._worker.score, role, micro_batches, with_routing=with_routing
-                )
-        return self._worker.score(role, micro_batches, with_routing=with_routing)
+        return await self._compute(
+            partial(self._worker.score, role, micro_batches, with_routing=with_routing)
+        )
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        if self._in_thread:
-            async with self._computing:
-                return await asyncio.to_thread(self._worker.train_step, role, micro_batches)
-        return self._worker.train_step(role, micro_batches)
+        return await self._compute(partial(self._worker.train_step, role, micro_batches))
+
+    async def _compute(self, call: Callable[[], ResultT]) -> ResultT:
+        if not self._in_thread:
+            return call()
+        async with self._computing:
+            return await asyncio.to_thread(call)
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
         return self._worker.export_weights(averaged=averaged)
