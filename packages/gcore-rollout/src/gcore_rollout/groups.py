@@ -140,6 +140,9 @@ def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion
         # What followed the prompt follows these tokens.
         parents = np.where(forks[:, 1] >= -1, forks[:, 1] + count, forks[:, 1])
         forks = np.stack([forks[:, 0] + count, parents], axis=1)
+    credit = response.credit
+    if credit is not None:
+        credit = np.append(np.zeros(count, np.float32), credit)
     return replace(
         response,
         token_ids=np.append(tokens, response.token_ids),
@@ -147,9 +150,7 @@ def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion
         weight_versions=np.append(np.full(count, -1, np.int32), response.weight_versions),
         mask=np.append(np.zeros(count, np.bool_), mask),
         forks=forks,
-        credit=None
-        if response.credit is None
-        else np.append(np.zeros(count, np.float32), response.credit),
+        credit=credit,
     )
 
 
