@@ -133,11 +133,12 @@ def _center_credit(group: Group) -> list[NDArray[np.float32] | None]:
     None: the response has advantages by its score.
     """
     returns = [response.parts.get("agent/return", 0.0) for response in group.responses]
+    baseline = np.float32(np.mean(returns))
     advantages: list[NDArray[np.float32] | None] = []
     for response in group.responses:
         credit = response.credit
         if credit is not None:
-            credit = credit - np.float32(np.mean(returns))
+            credit = credit - baseline
         advantages.append(credit)
     return advantages
 
