@@ -52,31 +52,39 @@ def run_tool(name, arguments):
     return TOOLS[name](**arguments)
 
 
-def openai_chat(stream=False):
-    import openai
+def hold_chat(complete, write_back):
+    """Hold a conversation by Chat Completions.
 
-    client = openai.OpenAI()
+    Args:
+        complete: returns the completion of messages with tools.
+        write_back: returns the message of a completion as it is sent back.
+    """
     tools = [{"type": "function", "function": {"name": n, **f}} for n, f in FUNCTIONS.items()]
     messages = [{"role": "system", "content": SYSTEM}]
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
-            if stream:
-                with client.chat.completions.stream(
-                    model="policy", messages=messages, tools=tools
-                ) as events:
-                    message = events.get_final_completion().choices[0].message
-            else:
-                reply = client.chat.completions.create(
-                    model="policy", messages=messages, tools=tools
-                )
-                message = reply.choices[0].message
-            messages.append(message)
+            message = complete(messages=messages, tools=tools).choices[0].message
+            messages.append(write_back(message))
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
                 result = run_tool(call.function.name, json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def openai_chat(stream=False):
+    import openai
+
+    client = openai.OpenAI()
+
+    def complete(**options):
+        if not stream:
+            return client.chat.completions.create(model="policy", **options)
+        with client.chat.completions.stream(model="policy", **options) as events:
+            return events.get_final_completion()
+
+    hold_chat(complete, write_back=lambda message: message)
 
 
 def openai_chat_stream():
@@ -230,40 +238,26 @@ def langgraph():
         messages = agent.invoke({"messages": messages})["messages"]
 
 
-def pydantic_ai():
+def pydantic_ai(model="openai-chat:policy"):
     from pydantic_ai import Agent
 
-    agent = Agent("openai-chat:policy", system_prompt=SYSTEM, tools=[add, look_up])
+    agent = Agent(model, system_prompt=SYSTEM, tools=[add, look_up])
     history = None
     for question in QUESTIONS:
         history = agent.run_sync(question, message_history=history).all_messages()
 
 
 def pydantic_ai_anthropic():
-    from pydantic_ai import Agent
-
-    agent = Agent("anthropic:policy", system_prompt=SYSTEM, tools=[add, look_up])
-    history = None
-    for question in QUESTIONS:
-        history = agent.run_sync(question, message_history=history).all_messages()
+    pydantic_ai("anthropic:policy")
 
 
 def litellm():
     import litellm as sdk
 
-    tools = [{"type": "function", "function": {"name": n, **f}} for n, f in FUNCTIONS.items()]
-    messages = [{"role": "system", "content": SYSTEM}]
-    for question in QUESTIONS:
-        messages.append({"role": "user", "content": question})
-        while True:
-            reply = sdk.completion(model="openai/policy", messages=messages, tools=tools)
-            message = reply.choices[0].message
-            messages.append(message.model_dump())
-            if not message.tool_calls:
-                break
-            for call in message.tool_calls:
-                result = run_tool(call.function.name, json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    def complete(**options):
+        return sdk.completion(model="openai/policy", **options)
+
+    hold_chat(complete, write_back=lambda message: message.model_dump())
 
 
 if __name__ == "__main__":

@@ -4,23 +4,17 @@ import json
 import re
 import string
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gcore_agents import ChatEncoder, MessageError, render_chat
+from gcore_agents.chat.tool_calls import count_common
+from gcore_agents.conformance.templates import list_model_templates, read_template
 
-TRL = find_spec("trl")
-assert TRL is not None
-assert TRL.origin is not None
-TEMPLATES = {
-    file.stem: file
-    for file in sorted((Path(TRL.origin).parent / "chat_templates").glob("*.jinja"))
-    if not file.stem.endswith("_training")
-}
+TEMPLATES = list_model_templates()
+assert TEMPLATES
 MARK = re.compile(r"<\|?[^<>|\s{}'\"]+\|?>|<[^\x00-\x7f][^<>]*>|\[/?[A-Z_]{4,}\]")
 PLAIN_MARK = re.compile(r"</?(?:think|function|parameter|tool_\w+|arg_\w+)>")
 """Marks that decoding does not skip, as in Qwen's and GLM's tokenizers."""
@@ -44,7 +38,7 @@ RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content":
 
 def make_tokenizer(name: str) -> Any:
     """Characters, and a token for each of a template's marks."""
-    return make_template_tokenizer(TEMPLATES[name].read_text())
+    return make_template_tokenizer(read_template(name))
 
 
 def make_template_tokenizer(template: str) -> Any:
@@ -126,9 +120,7 @@ def write_turn(encoder: ChatEncoder, turn: Mapping[str, Any]) -> tuple[list[int]
         whole = encoder.encode(encoder.render([QUESTION, turn], prompt=False))
     except MessageError:
         return None
-    start = 0
-    while whole[start : start + 1] == prompt[start : start + 1] and start < len(prompt):
-        start += 1
+    start = count_common(prompt, whole)
     tokens = whole[start:]
     while tokens and encoder.turn_text(tokens[-1:], is_ended=False).isspace():
         tokens.pop()

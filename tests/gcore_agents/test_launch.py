@@ -121,35 +121,33 @@ async def test_a_program_may_clean_up_after_a_timeout(
     check_all_ended(tmp_path)
 
 
-@pytest.mark.slow
-async def test_a_command_that_is_killed_from_outside(
-    make_command: Callable[[str], str], tmp_path: Path
-) -> None:
+@pytest.fixture
+async def idle_run(make_command: Callable[[str], str], tmp_path: Path) -> asyncio.Task[None]:
+    """The run of a command whose processes sleep."""
     run = asyncio.create_task(
         run_command(make_command("time.sleep(300)"), make_task(), timeout_s=60)
     )
     while not (tmp_path / "pids").exists():
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
+    return run
+
+
+@pytest.mark.slow
+async def test_a_command_that_is_killed_from_outside(
+    idle_run: asyncio.Task[None], tmp_path: Path
+) -> None:
     os.kill(int((tmp_path / "pids").read_text().split()[0]), signal.SIGKILL)
     with pytest.raises(AgentFailedError, match="was killed by SIGKILL"):
-        await run
+        await idle_run
     check_all_ended(tmp_path)
 
 
 @pytest.mark.slow
-async def test_a_run_that_is_interrupted(
-    make_command: Callable[[str], str], tmp_path: Path
-) -> None:
-    run = asyncio.create_task(
-        run_command(make_command("time.sleep(300)"), make_task(), timeout_s=60)
-    )
-    while not (tmp_path / "pids").exists():
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    run.cancel()
+async def test_a_run_that_is_interrupted(idle_run: asyncio.Task[None], tmp_path: Path) -> None:
+    idle_run.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await run
+        await idle_run
     check_all_ended(tmp_path)
 
 

@@ -32,32 +32,34 @@ async def server() -> AsyncIterator[AgentServer]:
 
 
 @pytest.fixture
-async def open_openai(server: AgentServer) -> AsyncIterator[Callable[[Session], Any]]:
+async def clients() -> AsyncIterator[list[Any]]:
+    """Clients, which are closed after the test."""
     clients: list[Any] = []
-
-    def open_client(session: Session) -> Any:
-        base_url = server.open(session)
-        clients.append(openai.AsyncOpenAI(base_url=base_url, api_key=session.key, max_retries=1))
-        return clients[-1]
-
-    yield open_client
+    yield clients
     for client in clients:
         await client.close()
 
 
 @pytest.fixture
-async def open_anthropic(server: AgentServer) -> AsyncIterator[Callable[[Session], Any]]:
-    clients: list[Any] = []
+def open_openai(server: AgentServer, clients: list[Any]) -> Callable[[Session], Any]:
+    def open_client(session: Session) -> Any:
+        base_url = server.open(session)
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=session.key, max_retries=1)
+        clients.append(client)
+        return client
 
+    return open_client
+
+
+@pytest.fixture
+def open_anthropic(server: AgentServer, clients: list[Any]) -> Callable[[Session], Any]:
     def open_client(session: Session) -> Any:
         server.open(session)
         client = anthropic.AsyncAnthropic(base_url=server.url, api_key=session.key, max_retries=1)
         clients.append(client)
         return client
 
-    yield open_client
-    for client in clients:
-        await client.close()
+    return open_client
 
 
 def check_one_conversation(session: Session, num_turns: int) -> None:

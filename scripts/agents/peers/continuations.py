@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.conformance.errors import CaseNotApplicableError
 from gcore_agents.conformance.scripted import write_turn
-from gcore_agents.conformance.turns import TOOLS, FunctionCall, ModelTurn, results, user
+from gcore_agents.conformance.turns import ANNOUNCED, FunctionCall, ModelTurn, results, user
 from gcore_agents.errors import MessageError
 from gcore_agents.graph import Message
 
 ADD = FunctionCall(name="add", arguments={"first": 1, "second": 2})
 LOOK_UP = FunctionCall(name="look_up", arguments={"word": "tree"})
-ANNOUNCED = [{"type": "function", "function": dict(tool)} for tool in TOOLS]
 TURNS: Mapping[str, ModelTurn] = {
     "user after text": ModelTurn(text="the other one"),
     "user after thought": ModelTurn(text="the other one", reasoning="there is another"),
@@ -39,8 +38,8 @@ def check(encoder: ChatEncoder, name: str, continue_: Continue) -> str:
         further = [user("and then")]
         if turn.calls:
             further = results(message, *("three", "a plant")[: len(turn.calls)])
-        prompt = encoder.first(question, tools=ANNOUNCED if turn.calls else ())
         tools = ANNOUNCED if turn.calls else ()
+        prompt = encoder.first(question, tools=tools)
         expected = encoder.next(further, last_token=sampled[-1], turn=message, tools=tools)
     except (CaseNotApplicableError, MessageError):
         return "-"

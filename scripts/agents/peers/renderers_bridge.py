@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import renderers
-from continuations import ANNOUNCED, TURNS, check, print_rows
+from continuations import TURNS, check, print_rows
 
 from gcore_agents.conformance.templates import make_encoder, read_template
+from gcore_agents.conformance.turns import TOOLS
 
 CONFIGS: dict[str, Any] = {
     "qwen3": renderers.Qwen3RendererConfig,
@@ -43,7 +44,7 @@ def check_template(template: str, *, keeps_thoughts: bool) -> dict[str, str]:
         return dict.fromkeys(TURNS, fault)
 
     def continue_(prompt, sampled, message, further):
-        tools = [tool["function"] for tool in ANNOUNCED] if "tool_calls" in message else None
+        tools = [dict(tool) for tool in TOOLS] if "tool_calls" in message else None
         bridged = renderer.bridge_to_next_turn(prompt, sampled, further, tools=tools)
         return None if bridged is None else bridged.token_ids
 
