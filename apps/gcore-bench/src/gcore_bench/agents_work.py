@@ -5,13 +5,13 @@ import json
 import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import web
 
 from gcore_agents import AgentServer, ChatCall, ChatEncoder, SampledTokens, Session, SessionBudget
+from gcore_bench.agents import AgentsOptions
 from gcore_bench.harness.processes import Spec
 from gcore_bench.harness.report import Figures
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -29,10 +29,10 @@ _TOOL = {
 
 def run(spec: Spec) -> Figures:
     """Return the processor time of a contender's calls, in its process."""
-    return asyncio.run(_measure(spec.contender, SimpleNamespace(**spec.options)))
+    return asyncio.run(_measure(spec.contender, AgentsOptions(**spec.options)))
 
 
-async def _measure(contender: str, options: Any) -> Figures:
+async def _measure(contender: str, options: AgentsOptions) -> Figures:
     engine = _Engine("word " * options.message_words)
     sessions: _Sessions = {}
     for number in range(options.sessions):
@@ -51,7 +51,7 @@ async def _measure(contender: str, options: Any) -> Figures:
     }
 
 
-async def _serve_endpoint(sessions: _Sessions, options: Any) -> None:
+async def _serve_endpoint(sessions: _Sessions, options: AgentsOptions) -> None:
     server = AgentServer()
     await server.start()
     for session in sessions.values():
@@ -59,7 +59,7 @@ async def _serve_endpoint(sessions: _Sessions, options: Any) -> None:
     await _run_clients(server.url, sessions, options)
 
 
-async def _serve_ready_reply(sessions: _Sessions, options: Any) -> None:
+async def _serve_ready_reply(sessions: _Sessions, options: AgentsOptions) -> None:
     message = {"role": "assistant", "content": "word " * options.message_words}
     body = json.dumps({"choices": [{"message": message}]}).encode()
 
@@ -74,7 +74,7 @@ async def _serve_ready_reply(sessions: _Sessions, options: Any) -> None:
     await _run_clients(f"http://127.0.0.1:{runner.addresses[0][1]}", sessions, options)
 
 
-async def _run_clients(url: str, sessions: _Sessions, options: Any) -> None:
+async def _run_clients(url: str, sessions: _Sessions, options: AgentsOptions) -> None:
     """Make the calls in another process, whose time does not count."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_run_client_process, args=(url, [*sessions], options))
@@ -84,11 +84,11 @@ async def _run_clients(url: str, sessions: _Sessions, options: Any) -> None:
         raise RuntimeError(f"the clients ended with code {process.exitcode}")
 
 
-def _run_client_process(url: str, keys: list[str], options: Any) -> None:
+def _run_client_process(url: str, keys: list[str], options: AgentsOptions) -> None:
     asyncio.run(_call_server(url, keys, options))
 
 
-async def _call_server(url: str, keys: list[str], options: Any) -> None:
+async def _call_server(url: str, keys: list[str], options: AgentsOptions) -> None:
     connector = aiohttp.TCPConnector(limit=options.at_once)
     async with aiohttp.ClientSession(url, connector=connector, raise_for_status=True) as http:
 
@@ -100,7 +100,7 @@ async def _call_server(url: str, keys: list[str], options: Any) -> None:
         await _play(keys, options, ask)
 
 
-async def _play_here(sessions: _Sessions, options: Any) -> None:
+async def _play_here(sessions: _Sessions, options: AgentsOptions) -> None:
     """Make the calls in this process."""
 
     async def ask(key: str, body: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ async def _play_here(sessions: _Sessions, options: Any) -> None:
     await _play([*sessions], options, ask)
 
 
-async def _play(keys: Sequence[str], options: Any, ask: _Ask) -> None:
+async def _play(keys: Sequence[str], options: AgentsOptions, ask: _Ask) -> None:
     """Play all sessions, so many at once: a system message and a question, turns and the results of their calls."""
     at_once = asyncio.Semaphore(options.at_once)
     text = "word " * options.message_words
