@@ -104,6 +104,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._turns: dict[tuple[bool, tuple[str, ...]], _MakeTurn] = {}
+        self._ends_of_answers: dict[bool, list[int]] = {}
 
     def first(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -157,9 +158,9 @@ class ChatEncoder:
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is None:
             return self.encode("".join(m["content"] for m in normalized))
-        make_turn = partial(self._find_turn(normalized, has_tools=bool(tools)), turn=turn or {})
-        render_after = partial(self._render_after, has_tools=bool(tools))
-        last_end, end, further = render_after(make_turn, normalized)
+        has_tools = bool(tools)
+        make_turn = partial(self._find_turn(normalized, has_tools=has_tools), turn=turn or {})
+        last_end, end, further = self._render_after(make_turn, normalized, has_tools=has_tools)
         if self.is_mark(last_token):
             if last_token in end:
                 return end[end.index(last_token) + 1 :] + further
@@ -170,7 +171,7 @@ class ChatEncoder:
         if make_turn.func is _answer:
             return end + further
         # The policy has written its calls to their end, and only what ends a turn is missing.
-        _, end_of_answer, _ = render_after(partial(_answer, turn={}), [_QUESTION])
+        end_of_answer = self._find_end_of_answer(has_tools=has_tools)
         if end[len(end) - len(end_of_answer) :] == end_of_answer:
             return end_of_answer + further
         last_mark = len(end)
@@ -353,13 +354,27 @@ class ChatEncoder:
         last_end = self.encode(last.rpartition(stand_in)[2])
         tail = self.encode(rendered.rpartition(stand_in)[2])
         num_end = count_common(last_end, tail)
-        if last_end and not num_end:
-            # gpt-oss ends an answer with another token if messages follow it. All of them start with one mark.
-            question = self._render([_QUESTION], prompt=False)
-            start = self.encode(self._render([_QUESTION]).removeprefix(question))[:1]
-            if start and self.is_mark(start[0]) and start[0] in self.encode(question):
-                num_end = tail.index(start[0]) if start[0] in tail else 0
+        if last_end and not num_end and self._message_mark in tail:
+            # gpt-oss ends an answer with another token if messages follow it.
+            num_end = tail.index(self._message_mark)
         return last_end, tail[:num_end], tail[num_end:]
+
+    def _find_end_of_answer(self, *, has_tools: bool) -> list[int]:
+        """Return what the template writes between an answer and a message of the user."""
+        if has_tools not in self._ends_of_answers:
+            answer = partial(_answer, turn={})
+            _, end, _ = self._render_after(answer, [_QUESTION], has_tools=has_tools)
+            self._ends_of_answers[has_tools] = end
+        return self._ends_of_answers[has_tools]
+
+    @cached_property
+    def _message_mark(self) -> int:
+        """The mark that all messages start with, those of the policy included; -1: there is none."""
+        question = self._render([_QUESTION], prompt=False)
+        start = self.encode(self._render([_QUESTION]).removeprefix(question))[:1]
+        if start and self.is_mark(start[0]) and start[0] in self.encode(question):
+            return start[0]
+        return -1
 
     def _render(
         self,
