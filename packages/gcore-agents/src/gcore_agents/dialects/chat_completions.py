@@ -270,13 +270,9 @@ def _write_calls(reply: ChatReply) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for call in reply.message.get("tool_calls") or ():
         function = call["function"]
-        calls.append(make_call(function["name"], write_arguments(function), call["id"]))
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append(make_call(function["name"], arguments, call["id"]))
     return calls
-
-
-def write_arguments(function: Any) -> str:
-    """Return the arguments of a call as JSON."""
-    return json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def _split_message(reply: ChatReply) -> Iterator[dict[str, Any]]:
