@@ -1,7 +1,6 @@
 """Agents whose policy writes given turns, and models that have learned these turns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,25 @@ from gcore_agents import (
     AgentServer,
     AgentTask,
     ChatEncoder,
-    SampledTokens,
     Session,
     SessionBudget,
     run_command,
     run_function,
 )
+from gcore_agents.conformance.scripted import ScriptedEngine
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import load_function
-
-
-@dataclass
-class WrittenTurns:
-    """Answers with given texts, one turn after the other; the last one again and again."""
-
-    tokenizer: Any
-    texts: Sequence[str]
-    prompts: list[str] = field(default_factory=list[str])
-
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        session: str,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-    ) -> SampledTokens:
-        del session, seed, max_tokens
-        text = self.texts[min(len(self.prompts), len(self.texts) - 1)]
-        self.prompts.append(self.tokenizer.decode(prompt_ids))
-        ends = [text.index(end) + len(end) for end in stop if end in text]
-        text = text[: min(ends)] if ends else f"{text}<eos>"
-        tokens: list[int] = self.tokenizer(text)["input_ids"]
-        zeros = [0] * len(tokens)
-        return SampledTokens(
-            token_ids=tokens,
-            log_probs=[-0.1] * len(tokens),
-            weight_versions=zeros,
-            finish_reason="stop",
-        )
 
 
 async def play(run: str, row: dict[str, Any], texts: Sequence[str]) -> Session:
     """Run an agent, given as in rollout.agent.run, whose policy writes these texts; return its session."""
     tokenizer = tiny_tokenizer(chats=True)
+    encoder = ChatEncoder(tokenizer)
+    turns: list[list[int]] = [tokenizer(f"{text}<eos>")["input_ids"] for text in texts]
     session = Session(
         session_id="session",
-        sampler=WrittenTurns(tokenizer, texts),
-        encoder=ChatEncoder(tokenizer),
+        sampler=ScriptedEngine(encoder=encoder, turns=turns),
+        encoder=encoder,
         budget=SessionBudget(max_tokens=100_000),
     )
     server = AgentServer()
