@@ -248,3 +248,14 @@ def _cut_response(sample: Sample, row_index: NDArray[np.int64]) -> dict[int, lis
 def rounded_length(length: int) -> int:
     """Round up to a power of two, at least 16."""
     return max(16, 1 << (length - 1).bit_length())
+
+
+def make_rectangle(
+    rows: Sequence[NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Lay places in the row out as [S, L], padded to the longest by the row's first, and say which are not padding."""
+    lengths = np.array([[row.size] for row in rows])
+    is_real = np.arange(lengths.max()) < lengths
+    rectangle = np.zeros(is_real.shape, np.int64)
+    rectangle[is_real] = np.concatenate(rows)
+    return rectangle, is_real

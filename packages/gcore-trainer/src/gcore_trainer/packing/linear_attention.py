@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.layout import PackedBatch, rounded_length
+from gcore_trainer.packing.layout import PackedBatch, make_rectangle, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 
 
@@ -60,10 +60,8 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     unpack_index = np.empty(batch.input_ids.size, np.int64)
     offset = 0
     for _, members in sorted(by_length.items()):
-        rectangle = np.zeros((len(members), max(x.size for x in members)), np.int64)
-        for row, sequence in zip(rectangle, members, strict=True):
-            row[: sequence.size] = sequence
-            unpack_index[sequence] = offset + np.arange(sequence.size)
-            offset += row.size
+        rectangle, is_real = make_rectangle(members)
+        unpack_index[rectangle[is_real]] = offset + np.flatnonzero(is_real)
+        offset += rectangle.size
         rectangles.append(rectangle)
     return rectangles, unpack_index

@@ -20,7 +20,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, s
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import AttentionKind, span_index
-from gcore_trainer.packing.layout import PackedBatch, Segment, pack, rounded_length
+from gcore_trainer.packing.layout import PackedBatch, Segment, make_rectangle, pack, rounded_length
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
 from gcore_trainer.packing.vision import RowImages, Vision
@@ -118,14 +118,14 @@ class ShortRow:
         self._calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         offset = 0
         for _, members in sorted(groups.items()):
-            query_index, is_real = _rectangle([span_index(s.tokens) for s in members])
+            query_index, is_real = make_rectangle([span_index(s.tokens) for s in members])
             unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
             offset += query_index.size
             key_index = query_index
             mask = None
             contexts = [s.parent.sequence for s in members if s.parent]
             if contexts:
-                context_index, is_context = _rectangle(contexts)
+                context_index, is_context = make_rectangle(contexts)
                 key_index = np.concatenate([context_index, query_index], axis=1)
                 num_queries = query_index.shape[1]
                 num_context = context_index.shape[1]
@@ -178,15 +178,6 @@ class ShortRow:
 def _select(x_THD: torch.Tensor, index_SL: torch.Tensor) -> torch.Tensor:
     """Return tokens of a row as [S, H, L, D]."""
     return x_THD.index_select(0, index_SL.ravel()).unflatten(0, index_SL.shape).transpose(1, 2)
-
-
-def _rectangle(rows: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Lay places in the row out as [S, L], padded to the longest by the row's first, and say which are not padding."""
-    lengths = np.array([[row.size] for row in rows])
-    is_real = np.arange(lengths.max()) < lengths
-    rectangle = np.zeros(is_real.shape, np.int64)
-    rectangle[is_real] = np.concatenate(rows)
-    return rectangle, is_real
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
