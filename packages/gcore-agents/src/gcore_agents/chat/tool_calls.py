@@ -16,10 +16,10 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from gcore_agents.chat.json_values import STRICT_DECODER, is_deeper
 from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.chat.reasoning import drop_thoughts
 from gcore_agents.errors import MessageError
-from gcore_agents.json_values import STRICT_DECODER, is_deeper
 
 Properties: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON schemas of a tool's arguments, by name."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from gcore_agents.chat.json_values import STRICT_DECODER, is_deeper
 from gcore_agents.errors import CallError
-from gcore_agents.json_values import STRICT_DECODER, is_deeper
 
 MAX_DEPTH = 100
 """Deepest nesting of JSON in a body."""
