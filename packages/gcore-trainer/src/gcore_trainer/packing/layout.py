@@ -103,6 +103,29 @@ class PackedBatch:
         starts = [segment.path[0].start for segment in self.segments]
         return np.repeat(starts, self.segment_lengths)
 
+    @cached_property
+    def sequences(self) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+        """The sequences of the row, each with a copy of what it shares, in rectangles of similar lengths.
+
+        First the places [S, L] of each rectangle, padded with 0; then [T] where each token stands in them, flattened.
+        """
+        by_length: dict[int, list[NDArray[np.int64]]] = {}
+        shared = {s.parent for s in self.segments if s.parent}
+        for segment in self.segments:
+            if segment in shared:
+                continue
+            sequence = segment.sequence
+            by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
+        rectangles: list[NDArray[np.int64]] = []
+        unpack_index = np.empty(self.input_ids.size, np.int64)
+        offset = 0
+        for _, members in sorted(by_length.items()):
+            rectangle, is_real = make_rectangle(members)
+            unpack_index[rectangle[is_real]] = offset + np.flatnonzero(is_real)
+            offset += rectangle.size
+            rectangles.append(rectangle)
+        return rectangles, unpack_index
+
     def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
         """Return the places [num_inputs] of each sample's input tokens in the row."""
         index: list[NDArray[np.int64]] = []

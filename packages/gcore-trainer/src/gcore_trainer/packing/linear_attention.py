@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.layout import PackedBatch, make_rectangle, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 
 
@@ -36,32 +33,9 @@ def mix(
     once, and such a layer once for each of the responses and branches that follow them.
     """
     plan.num_calls += 1
-    rectangles, unpack_index = _rectangles(plan.batch)
+    rectangles, unpack_index = plan.batch.sequences
     device = hidden_1TD.device
     outputs = [
         mixer(hidden_1TD[0][on_device(rectangle, device)]).flatten(0, 1) for rectangle in rectangles
     ]
     return torch.cat(outputs).index_select(0, on_device(unpack_index, device))[None]
-
-
-def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Lay out the sequences of a row, each with a copy of what it shares, in rectangles of similar lengths.
-
-    Returns the places [S, L] of each rectangle, padded with 0, and [T] where each token stands in them, flattened.
-    """
-    by_length: dict[int, list[NDArray[np.int64]]] = {}
-    shared = {s.parent for s in batch.segments if s.parent}
-    for segment in batch.segments:
-        if segment in shared:
-            continue
-        sequence = segment.sequence
-        by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
-    rectangles: list[NDArray[np.int64]] = []
-    unpack_index = np.empty(batch.input_ids.size, np.int64)
-    offset = 0
-    for _, members in sorted(by_length.items()):
-        rectangle, is_real = make_rectangle(members)
-        unpack_index[rectangle[is_real]] = offset + np.flatnonzero(is_real)
-        offset += rectangle.size
-        rectangles.append(rectangle)
-    return rectangles, unpack_index
