@@ -57,7 +57,8 @@ KINDS = (Session, MessageGraph, MessageNode, EngineSampler, AgentTask)
 def count_all(server: Any) -> dict[str, int]:
     """Count what a session has: objects, threads, open files and connections, and entries of the server."""
     gc.collect()
-    counts = Counter(type(value).__name__ for value in gc.get_objects() if isinstance(value, KINDS))
+    # `type`, because `isinstance` asks an object, and some of torch's warn that they are deprecated.
+    counts = Counter(type(value).__name__ for value in gc.get_objects() if type(value) in KINDS)
     return {
         **counts,
         "tasks": len(asyncio.all_tasks()),

@@ -130,17 +130,12 @@ def places_end_to_end(spans: Sequence[range], *, device: torch.device, is_revers
         return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
     parts: list[NDArray[np.int64]] = []
     for span in spans:
-        part = span_index(span)
+        part = np.arange(span.start, span.stop)
         if is_reversed:
             part = part[::-1]
         parts.append(part)
     index = on_device(np.concatenate(parts), device)
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
-
-
-def span_index(span: range) -> NDArray[np.int64]:
-    """Return the index of each token of a span in its row."""
-    return np.arange(span.start, span.stop)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

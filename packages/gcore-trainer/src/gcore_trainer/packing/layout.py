@@ -41,6 +41,11 @@ class Segment:
         return range(self.start, self.start + self.length)
 
     @property
+    def index(self) -> NDArray[np.int64]:
+        """[length] places of its tokens in the row."""
+        return np.arange(self.start, self.start + self.length)
+
+    @property
     def path(self) -> "list[Segment]":
         """The segments that its last token sees, first to last: its ancestors and itself."""
         path: list[Segment] = [self]
@@ -58,7 +63,7 @@ class Segment:
     @property
     def sequence(self) -> NDArray[np.int64]:
         """[context_length + length] places of the tokens that its last token sees."""
-        return np.concatenate([np.arange(s.start, s.start + s.length) for s in self.path])
+        return np.concatenate([segment.index for segment in self.path])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

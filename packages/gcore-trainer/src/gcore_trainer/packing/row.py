@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, sum_over_ranks
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.block_attention import AttentionKind, span_index
+from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.layout import PackedBatch, Segment, make_rectangle, pack, rounded_length
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
@@ -118,7 +118,7 @@ class ShortRow:
         self._calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         offset = 0
         for _, members in sorted(groups.items()):
-            query_index, is_real = make_rectangle([span_index(s.tokens) for s in members])
+            query_index, is_real = make_rectangle([s.index for s in members])
             unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
             offset += query_index.size
             key_index = query_index
