@@ -127,6 +127,94 @@ def test_branches_see_the_images_that_they_follow(folder: Path) -> None:
         np.testing.assert_allclose(found[10:], expected, atol=TOLERANCE, rtol=0)
 
 
+def span_of(image: bytes) -> list[int]:
+    """An image's tokens, between their marks."""
+    height, width = GRIDS[image]
+    return [VISION_START, *[IMAGE] * (height * width // 4), VISION_END]
+
+
+def make_tree(reference: Reference, first: bytes, *later: bytes) -> Sample:
+    """A prompt with an image, and a response of text whose branches each show another and go on."""
+    prompt = [40, *span_of(first), 41]
+    response = [50, IMAGE, 51]
+    starts = [2]
+    forks: list[tuple[int, int]] = []
+    for i, image in enumerate(later):
+        if i:
+            forks.append((len(response), 2))
+        starts.append(len(prompt) + len(response) + 1)
+        response += [*span_of(image), 60 + i, 70, 71]
+    inputs = reference.inputs(prompt, [first, *later])
+    images = Images(
+        pixel_values=inputs["pixel_values"].numpy(),
+        grid_thw=inputs["image_grid_thw"].numpy(),
+        starts=np.array(starts),
+    )
+    forks_F2 = np.array(forks, np.int64).reshape(-1, 2)
+    return Sample(
+        prompt_ids=np.array(prompt), response_ids=np.array(response), images=images, forks=forks_F2
+    )
+
+
+def test_images_of_a_response_and_its_branches_are_seen_where_they_stand(folder: Path) -> None:
+    """Next to a sample with the same prompt, in rows that share it; the image token of the policy is text."""
+    reference = Reference.load(folder)
+    samples = [make_tree(reference, WIDE, TALL, SMALL, WIDE), make_tree(reference, WIDE, SMALL)]
+    packed = PackedModel.from_pretrained(folder)
+    found = packed.log_probs([samples])[0]
+    for sample, log_probs, later in zip(
+        samples, found, [[TALL, SMALL, WIDE], [SMALL]], strict=True
+    ):
+        stop = 3
+        for image in later:
+            start = stop
+            stop += len(span_of(image)) + 3
+            path = [*sample.response_ids[:3].tolist(), *sample.response_ids[start:stop].tolist()]
+            expected = path_log_probs(reference, sample, path, [WIDE, image])
+            np.testing.assert_allclose(log_probs[start:stop], expected[3:], atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(log_probs[:3], expected[:3], atol=TOLERANCE, rtol=0)
+    length = pack(samples).input_ids.size
+    assert length == sum(s.num_inputs for s in samples) - samples[0].prompt_ids.size
+
+
+@torch.no_grad()
+def path_log_probs(
+    reference: Reference, sample: Sample, path: Sequence[int], images: Sequence[bytes]
+) -> NDArray[np.float32]:
+    """What transformers' model gives one conversation, in which the second response token is text."""
+    prompt = sample.prompt_ids.tolist()
+    inputs = reference.inputs([*prompt, *path], images)
+    is_image = inputs["mm_token_type_ids"]
+    is_image[0, len(prompt) + 1] = 0
+    features = reference.model.model.get_image_features(
+        inputs["pixel_values"], inputs["image_grid_thw"]
+    ).pooler_output
+    embeddings = reference.model.get_input_embeddings()(inputs["input_ids"])
+    embeddings[is_image.bool()] = torch.cat(features)
+    positions, _ = reference.model.model.get_rope_index(
+        inputs["input_ids"], is_image, image_grid_thw=inputs["image_grid_thw"]
+    )
+    logits = reference.model(inputs_embeds=embeddings, position_ids=positions).logits
+    log_probs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(path)[:, None])[:, 0].numpy()
+
+
+def test_images_that_do_not_fit_a_response_are_refused(folder: Path) -> None:
+    reference = Reference.load(folder)
+    tree = make_tree(reference, WIDE, SMALL)
+    assert tree.images is not None
+    packed = PackedModel.from_pretrained(folder)
+    moved = replace(tree.images, starts=np.array([2, 3]))
+    with pytest.raises(BatchError, match=r"runs of \[6\] image tokens"):
+        packed.log_probs([[replace(tree, images=moved)]])
+    with pytest.raises(BatchError, match=r"starts is \[2, 2\]; expected 2 ascending numbers"):
+        replace(tree.images, starts=np.array([2, 2]))
+    cut = make_tree(reference, WIDE, TALL)
+    cut = replace(cut, forks=np.array([[12, 5]]))
+    with pytest.raises(BatchError, match="an image is cut at response token 6"):
+        packed.log_probs([[cut]])
+
+
 def test_gradients_are_those_of_each_sample_alone(folder: Path) -> None:
     reference = Reference.load(folder)
     cases = make_cases(reference)

@@ -67,7 +67,7 @@ def cut_at_forks(size: int, forks: NDArray[np.int64] | None) -> list[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """Images of a prompt, concatenated as by transformers' image processors of the Qwen-VL models.
+    """Images of a sequence, concatenated as by transformers' image processors of the Qwen-VL models.
 
     Example:
         >>> images = Images(pixel_values=np.zeros((16, 1176), np.float32), grid_thw=np.array([[1, 4, 4]]))
@@ -79,6 +79,9 @@ class Images:
     """[patches, features]."""
     grid_thw: NDArray[np.int64]
     """[images, 3] patches of each image in time, height and width."""
+    starts: NDArray[np.int64] | None = None
+    """[images] where each image starts in prompt and response, ascending; other image tokens are text. None: images are
+    the runs of image tokens in the prompt."""
 
     def __post_init__(self) -> None:
         if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3 or not self.grid_thw.size:
@@ -92,13 +95,32 @@ class Images:
                 f"({num_patches}, features), the number of patches in grid_thw"
             )
         require_finite("pixel_values", self.pixel_values)
+        if self.starts is not None and (
+            self.starts.shape != self.grid_thw.shape[:1] or (np.diff(self.starts) <= 0).any()
+        ):
+            raise BatchError(
+                f"starts is {self.starts.tolist()}; expected {len(self.grid_thw)} ascending numbers, one for each image"
+            )
+
+    def count_before(self, num_tokens: int) -> int:
+        """Return how many images start among the first tokens of the sequence, those of its prompt."""
+        if self.starts is None:
+            return len(self.grid_thw)
+        return int(np.searchsorted(self.starts, num_tokens))
 
     @cached_property
-    def digest(self) -> bytes:
-        """Equal for equal images."""
-        return blake2b(
-            self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16
-        ).digest()
+    def patch_ends(self) -> NDArray[np.int64]:
+        """[images] where the patches of each image end."""
+        return self.grid_thw.prod(1).cumsum()
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """For each image, equal for equal ones."""
+        digests: list[bytes] = []
+        patches = np.split(self.pixel_values, self.patch_ends[:-1])
+        for grid, pixels in zip(self.grid_thw, patches, strict=True):
+            digests.append(blake2b(grid.tobytes() + pixels.tobytes(), digest_size=16).digest())
+        return digests
 
 
 @dataclass(kw_only=True, eq=False)
@@ -138,7 +160,7 @@ class Sample:
     """[num_inputs, L, K] the K experts of the policy that every input token passes through in each of L layers, in the
     order of prompt and response (see `router_replay`); None: its routers choose."""
     images: Images | None = None
-    """Images of the prompt, in the order of their places; None: there are none."""
+    """Images of prompt and response, in the order of their places; None: there are none."""
     forks: NDArray[np.int64] | None = None
     """[F, 2] where the response branches: token ``forks[i, 0]`` follows token ``forks[i, 1]``, not its predecessor. -1
     stands for the prompt's last token; -2: it starts a sequence of its own, which sees nothing before it, and is masked
@@ -223,7 +245,8 @@ class Sample:
         """Equal for equal prompts with equal images."""
         if self.images is None:
             return self.prompt_ids.tobytes()
-        return self.prompt_ids.tobytes() + self.images.digest
+        count = self.images.count_before(self.prompt_ids.size)
+        return self.prompt_ids.tobytes() + b"".join(self.images.digests[:count])
 
     @property
     def policy_log_probs(self) -> NDArray[np.float32] | None:

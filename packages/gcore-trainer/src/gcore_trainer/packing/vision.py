@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.layout import PackedBatch
-from gcore_trainer.sample import Images, MicroBatch
+from gcore_trainer.sample import Images, MicroBatch, Sample, cut_at_forks
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images are understood."""
@@ -47,35 +47,38 @@ class Vision:
         if all(sample.images is None for sample in samples):
             return None
         positions_3T = np.repeat(batch.positions[None], 3, axis=0)
-        seen: list[Images] = []
+        pixel_values: list[NDArray[np.float32]] = []
+        grids: list[NDArray[np.int64]] = []
         patch_index: list[NDArray[np.int64]] = []
-        prompts: set[np.int64] = set()
-        sequence_starts = batch.sequence_starts
-        for sample, row_places, last in zip(
-            samples, batch.input_places(samples), batch.last_prompt_places, strict=True
+        prompts: set[int] = set()
+        for sample, last, response_places in zip(
+            samples, batch.last_prompt_places.tolist(), batch.response_places, strict=True
         ):
-            if sample.images is None:
+            images = sample.images
+            if images is None:
                 continue
-            prompt_length = sample.prompt_ids.size
-            # A response's image token is text: the policy wrote it.
-            is_image = sample.prompt_ids == self._image_token_id
-            self._check(is_image, sample.images)
-            positions_3P, offset = self._positions(
-                sample.prompt_ids, is_image, sample.images.grid_thw
-            )
-            # Branches that do not follow the prompt do not see its images.
-            is_offset = sequence_starts[row_places] == row_places[0]
-            positions_3T[:, row_places[is_offset]] += offset
-            positions_3T[:, row_places[:prompt_length]] = positions_3P
-            if last not in prompts:
-                prompts.add(last)
-                seen.append(sample.images)
-                patch_index.append(row_places[:prompt_length][is_image])
+            num_prompt = sample.prompt_ids.size
+            prompt_places = np.arange(last - num_prompt, last) + 1
+            row_places = np.concatenate([prompt_places, response_places])
+            is_image = self._find_images(sample, images)
+            is_input = row_places >= 0
+            positions_3N = self._positions(sample, images, is_image)
+            positions_3T[:, row_places[is_input]] = positions_3N[:, is_input]
+            first = 0
+            if last in prompts:
+                # Another sample of the row has the prompt's images.
+                first = images.count_before(num_prompt)
+                is_image[:num_prompt] = False
+            prompts.add(last)
+            num_patches = int(images.patch_ends[first - 1]) if first else 0
+            pixel_values.append(images.pixel_values[num_patches:])
+            grids.append(images.grid_thw[first:])
+            patch_index.append(row_places[is_image])
         device = self._model.device
         return RowImages(
             positions=on_device(positions_3T[:, None], device),
-            pixel_values=on_device(np.concatenate([i.pixel_values for i in seen]), device),
-            grid_thw=on_device(np.concatenate([i.grid_thw for i in seen]), device),
+            pixel_values=on_device(np.concatenate(pixel_values), device),
+            grid_thw=on_device(np.concatenate(grids), device),
             patch_index=on_device(np.concatenate(patch_index), device),
         )
 
@@ -94,29 +97,59 @@ class Vision:
         features_1MD = torch.cat(features)[None].to(embeddings_1TD.dtype)
         return embeddings_1TD.index_copy(1, images.patch_index, features_1MD)
 
-    def _positions(
-        self,
-        prompt_ids: NDArray[np.int64],
-        is_image: NDArray[np.bool_],
-        grid_thw: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], int]:
-        """Return positions [3, P] of a prompt, and the offset of later ones: images take fewer positions."""
-        positions, offset = self._model.base_model.get_rope_index(
-            torch.from_numpy(prompt_ids)[None],
-            mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
-            image_grid_thw=torch.from_numpy(grid_thw),
+    def _find_images(self, sample: Sample, images: Images) -> NDArray[np.bool_]:
+        """Return [P + R] which tokens of prompt and response stand for patches; the policy's image tokens are text."""
+        is_image = np.concatenate([sample.prompt_ids, sample.response_ids]) == self._image_token_id
+        if images.starts is None:
+            is_image[sample.prompt_ids.size :] = False
+        starts, stops = (
+            np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2).T
         )
-        return positions[:, 0].numpy(), int(offset)
-
-    def _check(self, is_image: NDArray[np.bool_], images: Images) -> None:
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_image, [False]])))
-        runs = (edges[1::2] - edges[::2]).tolist()
+        if images.starts is not None:
+            is_kept = np.isin(starts, images.starts)
+            starts, stops = starts[is_kept], stops[is_kept]
+        runs = (stops - starts).tolist()
         needed = (images.grid_thw.prod(1) // self._merge**2).tolist()
         if runs != needed:
             raise BatchError(
-                f"a prompt has runs of {runs} image tokens ({self._image_token_id}), and images of {needed} merged "
+                f"a sample has runs of {runs} image tokens ({self._image_token_id}), and images of {needed} merged "
                 "patches; expected one run for each image, of as many tokens"
             )
+        is_image[:] = False
+        for start, stop in zip(starts, stops, strict=True):
+            is_image[start:stop] = True
+        return is_image
+
+    def _positions(
+        self, sample: Sample, images: Images, is_image: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        """Return positions [3, P + R] of prompt and response, each after those of the token that it follows.
+
+        Images take fewer positions than tokens.
+        """
+        tokens = np.concatenate([sample.prompt_ids, sample.response_ids])
+        num_prompt = sample.prompt_ids.size
+        spans = [(-num_prompt, 0, -2), *cut_at_forks(sample.response_ids.size, sample.forks)]
+        positions_3N = np.empty((3, tokens.size), np.int64)
+        next_positions = {-2: 0}
+        first = 0
+        for start, stop, parent in spans:
+            span = slice(start + num_prompt, stop + num_prompt)
+            if stop < sample.response_ids.size and is_image[span.stop - 1 : span.stop + 1].all():
+                raise BatchError(
+                    f"an image is cut at response token {stop}; expected it on one side of prompt and forks"
+                )
+            num_images = np.count_nonzero(np.diff(is_image[span], prepend=False) & is_image[span])
+            grid_thw = images.grid_thw[first : first + num_images]
+            first += num_images
+            positions, offset = self._model.base_model.get_rope_index(
+                torch.from_numpy(tokens[span])[None],
+                mm_token_type_ids=torch.from_numpy(is_image[span].astype(np.int64))[None],
+                image_grid_thw=torch.from_numpy(grid_thw),
+            )
+            positions_3N[:, span] = positions[:, 0].numpy() + next_positions[parent]
+            next_positions[stop - 1] = next_positions[parent] + stop - start + int(offset)
+        return positions_3N
 
 
 def checkpoint_name(model: Any, name: str) -> str:
