@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -21,7 +22,8 @@ from gcore_agents import AgentServer, Session, SessionBudget
 from gcore_agents.conformance.runner import CLIENTS
 from gcore_agents.conformance.scripted import ScriptedEngine, write_turn
 from gcore_agents.conformance.templates import make_encoder, read_template
-from gcore_agents.conformance.traffic import label_ids, read_turn, replace_ids
+from gcore_agents.conformance.traffic import label_ids, replace_ids
+from gcore_agents.conformance.turns import ModelTurn
 from gcore_agents.conformance.wire.client import WireClient, read_event_data
 
 HERE = Path(__file__).parent
@@ -47,7 +49,7 @@ AGENTS = {
 }
 """What each needs; a name alone: the workspace has it."""
 HERE_ALREADY = ("openai", "anthropic", "openai-agents")
-SCRIPT = [
+SCRIPT: list[dict[str, Any]] = [
     {
         "text": "Let me see.",
         "reasoning": "There are two things to find.",
@@ -92,7 +94,7 @@ class Recorder:
 
 async def record(name: str) -> None:
     encoder = make_encoder(read_template("chatml"))
-    turns = [write_turn(encoder, read_turn(turn)) for turn in SCRIPT]
+    turns = [write_turn(encoder, ModelTurn(**turn)) for turn in SCRIPT]
     session = Session(
         session_id=name,
         sampler=ScriptedEngine(encoder=encoder, turns=turns),

@@ -42,12 +42,11 @@ from gcore_agents.conformance.templates import (
     make_encoder,
     read_template,
 )
-from gcore_agents.conformance.token_cases import list_token_cases
 from gcore_agents.conformance.traffic import list_traffic_cases
 from gcore_agents.conformance.turns import ModelTurn
 from gcore_trainer import PackedModel, Sample
 
-CASES = [*list_cases(), *list_token_cases(), *list_traffic_cases()]
+CASES = [*list_cases(), *list_traffic_cases()]
 BY_NAME = {case.name: case for case in CASES}
 FAST = ("drops-thoughts", "next-mark")
 

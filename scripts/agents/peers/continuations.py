@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.conformance.errors import CaseNotApplicableError
 from gcore_agents.conformance.scripted import write_turn
-from gcore_agents.conformance.turns import ANNOUNCED, FunctionCall, ModelTurn, results, user
+from gcore_agents.conformance.turns import ANNOUNCED, ModelTurn, results, user
 from gcore_agents.errors import MessageError
 from gcore_agents.graph import Message
 
-ADD = FunctionCall(name="add", arguments={"first": 1, "second": 2})
-LOOK_UP = FunctionCall(name="look_up", arguments={"word": "tree"})
+ADD = {"name": "add", "arguments": {"first": 1, "second": 2}}
+LOOK_UP = {"name": "look_up", "arguments": {"word": "tree"}}
 TURNS: Mapping[str, ModelTurn] = {
     "user after text": ModelTurn(text="the other one"),
     "user after thought": ModelTurn(text="the other one", reasoning="there is another"),

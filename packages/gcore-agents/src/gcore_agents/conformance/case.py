@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.turns import ModelTurn
-from gcore_agents.session import History, SessionBudget
+from gcore_agents.session import History
 
 MESSAGES = ("chat", "responses", "anthropic", "google")
 """Dialects of messages; the other one, completions, has prompts of text or tokens."""
@@ -20,9 +20,9 @@ class Case:
     """One conversation or several, what the engine answers, and the tree of turns that has to result.
 
     Example:
-        >>> async def ask_once(agent: CaseAgent) -> None:
-        ...     await agent.ask([agent.user("2 + 2 =")])
-        >>> case = Case(name="one", summary="One turn.", script=[ModelTurn(text="4")], drive=ask_once, parents=[-1])
+        >>> async def look(agent: CaseAgent) -> None:
+        ...     await agent.start()
+        >>> case = Case(name="none", summary="No turn.", script=[ModelTurn(text="4")], drive=look, parents=[])
         >>> case.dialects
         ('chat', 'responses', 'anthropic', 'google')
     """
@@ -35,16 +35,16 @@ class Case:
     parents: Sequence[int]
     """For each turn, in the order of sampling, the one that it continues; -1: none."""
     dialects: Sequence[str] = MESSAGES
-    siblings: Sequence[tuple[int, int]] = ()
-    """Turns that follow the same node."""
+    siblings: Sequence[Sequence[int]] = ()
+    """Pairs of turns that follow the same node."""
     undelivered: Sequence[int] = ()
     """Turns that no client got."""
-    needs: frozenset[Need] = frozenset()
+    needs: Sequence[Need] = ()
     """The parts of conversations that the chat template has to render."""
     delay_s: float = 0.0
     """Seconds that the engine waits before a turn."""
-    budget: SessionBudget | None = None
-    """Limits of the session; None: it is not used up."""
+    max_calls: int = 0
+    """Most turns of the session; 0: any number."""
     history: History = "sampled"
     is_scripted: bool = False
     """Whether it says nothing about an endpoint whose model or settings are not known."""

@@ -1,534 +1,159 @@
-"""The cases of dialects of messages."""
+"""The cases of ``cases.toml``, which explains their fields, and how their steps are played."""
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from importlib.resources import files
+from typing import Any, TypeAlias
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
 from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
-from gcore_agents.conformance.turns import TOOLS, FunctionCall, ModelTurn, results, system
+from gcore_agents.conformance.turns import TOOLS, ModelTurn, results, system
 from gcore_agents.conformance.wire.client import WireReply, WireRequest, WriteStyle
-from gcore_agents.session import SessionBudget
+from gcore_agents.graph import Message
 
-_ADD = FunctionCall(name="add", arguments={"first": 1, "second": 2})
-_LOOK_UP = FunctionCall(name="look_up", arguments={"word": "other tree"})
-_FIRST = ModelTurn(text="the other one is in the north")
-_SECOND = ModelTurn(text="there and then")
-_THIRD = ModelTurn(text="another thing in store")
-_CALL = ModelTurn(calls=[_ADD])
-_THOUGHT = ModelTurn(text="the answer is three", reasoning="one and then another two")
-_QUESTION = "where is the other tree"
-_MORE = "and then"
+_FILE = files("gcore_agents.conformance") / "cases.toml"
 
-
-async def ask_twice(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    await agent.ask([*messages, turn.message, agent.user(_MORE)])
-
-
-async def ask_with_system(agent: CaseAgent) -> None:
-    messages = [system("be brief"), agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    await agent.ask([*messages, turn.message, agent.user(_MORE)])
-
-
-async def call_tool(agent: CaseAgent, **options: Any) -> None:
-    """Send a call's result; ``options`` are fields of `WireRequest`."""
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, tools=TOOLS, **options)
-    agent.expect_calls(turn, 1)
-    further = [*messages, turn.message, *results(turn.message, "three")]
-    await agent.ask(further, tools=TOOLS, **options)
-
-
-async def call_two_tools(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, tools=TOOLS)
-    agent.expect_calls(turn, 2)
-    further = [*messages, turn.message, *results(turn.message, "three", "an oak")]
-    await agent.ask(further, tools=TOOLS)
-
-
-async def work_several_rounds(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    for text in ("three", "an oak"):
-        turn = await agent.ask(messages, tools=TOOLS)
-        agent.expect_calls(turn, 1)
-        messages += [turn.message, *results(turn.message, text)]
-    turn = await agent.ask(messages, tools=TOOLS)
-    messages += [turn.message, agent.user(_MORE)]
-    turn = await agent.ask(messages, tools=TOOLS)
-    agent.expect_calls(turn, 1)
-    messages += [turn.message, *results(turn.message, "four")]
-    await agent.ask(messages, tools=TOOLS)
-
-
-async def write_parts(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    further = [*messages, turn.message, agent.user(_MORE)]
-    await agent.ask(further, style=WriteStyle(content="parts"))
-
-
-async def change_text(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    changed = {**turn.message, "content": turn.text + " and more"}
-    await agent.ask([*messages, changed, agent.user(_MORE)])
-
-
-async def change_arguments(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, tools=TOOLS)
-    agent.expect_calls(turn, 1)
-    call = turn.calls[0]
-    function = {"name": "add", "arguments": {"first": 8, "second": 2}}
-    changed = {**turn.message, "tool_calls": [{**call, "function": function}]}
-    await agent.ask([*messages, changed, *results(changed, "ten")], tools=TOOLS)
-
-
-async def edit_reasoning(agent: CaseAgent, *, reasoning: str) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    agent.expect(turn, lambda turn: "reasoning_content" in turn.message, "reasoning")
-    edited = {**turn.message, "reasoning_content": reasoning}
-    await agent.ask([*messages, edited, agent.user(_MORE)])
-
-
-async def change_system(agent: CaseAgent) -> None:
-    old = [system("today is monday"), agent.user(_QUESTION)]
-    turn = await agent.ask(old)
-    changed = [system("today is tuesday"), *old[1:], turn.message, agent.user(_MORE)]
-    await agent.ask(changed)
-    await agent.ask([*old, turn.message, agent.user(_MORE)])
-
-
-async def run_sub_agent(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    sub_messages = [agent.user("a question of another agent")]
-    sub_turn = await agent.ask(sub_messages)
-    await agent.ask([*messages, turn.message, agent.user(sub_turn.text or _MORE)])
-    await agent.ask([*sub_messages, sub_turn.message, agent.user(_MORE)])
-
-
-async def run_sub_agents_at_once(agent: CaseAgent) -> None:
-    texts = ("the first task", "the second task", "the third task")
-    requests = [WireRequest(messages=[agent.user(text)]) for text in texts]
-    await asyncio.gather(*map(agent.exchange, requests))
-
-
-async def replace_history(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    await agent.ask([*messages, turn.message, agent.user(_MORE)])
-    await agent.ask([agent.user("so far there is a tree"), turn.message, agent.user(_MORE)])
-
-
-async def change_question(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    for text in (_MORE, "or is it not there"):
-        await agent.ask([*messages, turn.message, agent.user(text)])
-
-
-async def call_at_once(agent: CaseAgent) -> None:
-    request = WireRequest(messages=[agent.user(_QUESTION)])
-    first, second = await asyncio.gather(agent.exchange(request), agent.exchange(request))
-    if first[0].response_id != second[0].response_id:
-        raise MismatchError("two equal calls at once got two turns; expected one")
-
-
-async def call_again_by_count(agent: CaseAgent) -> None:
-    await _call_again(agent, {}, {"x-stainless-retry-count": "1"})
-
-
-async def call_again_by_key(agent: CaseAgent) -> None:
-    headers = {"Idempotency-Key": secrets.token_hex(8)}
-    await _call_again(agent, headers, headers)
-
-
-async def _call_again(
-    agent: CaseAgent, headers: dict[str, str], retry_headers: dict[str, str]
-) -> None:
-    request = WireRequest(messages=[agent.user(_QUESTION)])
-    first = await agent.send(request, headers=headers)
-    second = await agent.send(request, headers=retry_headers)
-    if first[0].response_id != second[0].response_id:
-        raise MismatchError("the retry of a call got another turn; expected the same")
-
-
-async def give_up_and_retry(agent: CaseAgent) -> None:
-    request = WireRequest(messages=[agent.user(_QUESTION)])
-    await agent.give_up(request, after_s=0.03)
-    [turn] = await agent.send(request, headers={"x-stainless-retry-count": "1"})
-    await agent.ask([*request.messages, turn.message, agent.user(_MORE)])
-
-
-async def give_up(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    await agent.give_up(WireRequest(messages=messages), after_s=0.03)
-    await asyncio.sleep(0.15)
-
-
-def check_texts_differ(turns: Sequence[WireReply]) -> None:
-    """Raise a `CaseNotApplicableError` if two turns have one text: nothing says then which one is continued."""
-    texts = {turn.text for turn in turns}
-    if len(texts) < len(turns):
-        raise CaseNotApplicableError("two of the turns have the same text")
-
-
-async def sample_again(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turns = [await agent.ask(messages), await agent.ask(messages)]
-    check_texts_differ(turns)
-    for turn in turns:
-        await agent.ask([*messages, turn.message, agent.user(_MORE)])
-
-
-async def sample_several(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turns = await agent.ask_all(messages, n=3)
-    check_texts_differ(turns)
-    await agent.ask([*messages, turns[1].message, agent.user(_MORE)])
-
-
-async def stop_at_string(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, stop=("STOP",))
-    agent.expect(turn, lambda turn: turn.text.strip() == "the first part", "the text before STOP")
-    agent.expect_end(turn, "stop")
-    await agent.ask([*messages, turn.message, agent.user(_MORE)], stop=("STOP",))
-
-
-async def cut_turn_off(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, max_tokens=9)
-    agent.expect_end(turn, "length")
-    await agent.ask([*messages, turn.message, agent.user(_MORE)])
-
-
-async def cut_call_off(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages, tools=TOOLS, max_tokens=25)
-    agent.expect_end(turn, "length")
-    agent.expect_calls(turn, 0)
-    await agent.ask([*messages, turn.message, agent.user(_MORE)], tools=TOOLS)
-
-
-async def use_budget_up(agent: CaseAgent) -> None:
-    messages = [agent.user(_QUESTION)]
-    turn = await agent.ask(messages)
-    further = [*messages, turn.message, agent.user(_MORE)]
-    for stream in (False, True):
-        last = await agent.ask(further, stream=stream)
-        agent.expect(
-            last,
-            lambda last: bool(last.text) and last.finish_reason == "stop",
-            "a text that ends the loop",
-        )
-
-
-async def continue_response(agent: CaseAgent) -> None:
-    turn = await agent.ask([agent.user(_QUESTION)], tools=TOOLS)
-    agent.expect_calls(turn, 1)
-    await agent.ask(results(turn.message, "three"), tools=TOOLS, previous_response=turn.response_id)
+Step: TypeAlias = Mapping[str, Any]
+Exchange: TypeAlias = tuple[WireRequest, list[WireReply]]
 
 
 def list_cases() -> list[Case]:
-    """Return the cases of dialects of messages."""
-    return [
-        Case(
-            name="two-turns",
-            summary="A second question continues the first turn.",
-            script=[_FIRST, _SECOND],
-            drive=ask_twice,
-            parents=[-1, 0],
-        ),
-        Case(
-            name="system-message",
-            summary="So it does after a system message.",
-            script=[_FIRST, _SECOND],
-            drive=ask_with_system,
-            parents=[-1, 0],
-            needs=frozenset({"system"}),
-        ),
-        Case(
-            name="tool-call",
-            summary="The result of a call continues the turn that made it.",
-            script=[_CALL, _SECOND],
-            drive=call_tool,
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="text-and-call",
-            summary="So it does if the turn has a text, too.",
-            script=[ModelTurn(text="let me see", calls=[_LOOK_UP]), _SECOND],
-            drive=call_tool,
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="thought-and-call",
-            summary="So it does if the turn has reasoning, too.",
-            script=[ModelTurn(reasoning="one and then another two", calls=[_ADD]), _SECOND],
-            drive=call_tool,
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="parallel-calls",
-            summary="Results of several calls continue their turn together.",
-            script=[ModelTurn(calls=[_ADD, _LOOK_UP]), _SECOND],
-            drive=call_two_tools,
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="several-rounds",
-            summary="Five turns over two questions, with reasoning and calls, are one path.",
-            script=[
-                ModelTurn(reasoning="one and then another two", calls=[_ADD]),
-                ModelTurn(reasoning="another thing", calls=[_LOOK_UP]),
-                _THOUGHT,
-                ModelTurn(reasoning="there is more", calls=[_ADD]),
-                _SECOND,
-            ],
-            drive=work_several_rounds,
-            parents=[-1, 0, 1, 2, 3],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="several-rounds-plain",
-            summary="So they are without reasoning.",
-            script=[_CALL, ModelTurn(calls=[_LOOK_UP]), _FIRST, _CALL, _SECOND],
-            drive=work_several_rounds,
-            parents=[-1, 0, 1, 2, 3],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="stream",
-            summary="A streamed turn is the same as one that is not, and so is its continuation.",
-            script=[_CALL, _SECOND],
-            drive=partial(call_tool, stream=True),
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="reasoning-kept",
-            summary="Reasoning that is sent back continues its turn.",
-            script=[_THOUGHT, _SECOND],
-            drive=ask_twice,
-            parents=[-1, 0],
-        ),
-        Case(
-            name="reasoning-dropped",
-            summary="A turn that is sent back without its reasoning is continued as it was sampled.",
-            script=[_THOUGHT, _SECOND],
-            drive=partial(edit_reasoning, reasoning=""),
-            parents=[-1, 0],
-        ),
-        Case(
-            name="reasoning-changed",
-            summary="Reasoning that is sent back changed starts a branch.",
-            script=[_THOUGHT, _SECOND],
-            drive=partial(edit_reasoning, reasoning="not at all"),
-            parents=[-1, -1],
-        ),
-        Case(
-            name="content-parts",
-            summary="A text that is sent back as a list of parts is the same.",
-            script=[_FIRST, _SECOND],
-            drive=write_parts,
-            parents=[-1, 0],
-        ),
-        Case(
-            name="content-empty",
-            summary='Content "" next to calls is the same as null.',
-            script=[_CALL, _SECOND],
-            drive=partial(call_tool, style=WriteStyle(empty="text")),
-            parents=[-1, 0],
-            dialects=("chat",),
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="content-missing",
-            summary="Content that is missing next to calls is the same as null.",
-            script=[_CALL, _SECOND],
-            drive=partial(call_tool, style=WriteStyle(empty="missing")),
-            parents=[-1, 0],
-            dialects=("chat",),
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="arguments-rewritten",
-            summary="Arguments with other spaces and another order of keys are the same.",
-            script=[_CALL, _SECOND],
-            drive=partial(call_tool, style=WriteStyle(arguments="spaced")),
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="arguments-changed",
-            summary="Arguments with another value start a branch; the turn stays as it was.",
-            script=[_CALL, _SECOND],
-            drive=change_arguments,
-            parents=[-1, -1],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="text-changed",
-            summary="A turn whose text is sent back changed starts a branch, and stays as it was.",
-            script=[_FIRST, _SECOND],
-            drive=change_text,
-            parents=[-1, -1],
-        ),
-        Case(
-            name="question-changed",
-            summary="Two questions after one turn are two branches.",
-            script=[_FIRST, _SECOND, _THIRD],
-            drive=change_question,
-            parents=[-1, 0, 0],
-        ),
-        Case(
-            name="system-changed",
-            summary="Another system message starts a branch, and the old conversation can be continued.",
-            script=[_FIRST, _SECOND, _THIRD],
-            drive=change_system,
-            parents=[-1, -1, 0],
-            needs=frozenset({"system"}),
-        ),
-        Case(
-            name="history-replaced",
-            summary="Messages that replace earlier ones, as when a history is summed up, start a branch.",
-            script=[_FIRST, _SECOND, _THIRD],
-            drive=replace_history,
-            parents=[-1, 0, -1],
-        ),
-        Case(
-            name="sub-agent",
-            summary="A conversation of another agent in the same session is a tree of its own.",
-            script=[_FIRST, _SECOND, _THIRD, _FIRST],
-            drive=run_sub_agent,
-            parents=[-1, -1, 0, 1],
-        ),
-        Case(
-            name="agents-at-once",
-            summary="Calls of several agents at once are linked by what they say.",
-            script=[_FIRST, _SECOND, _THIRD],
-            drive=run_sub_agents_at_once,
-            parents=[-1, -1, -1],
-            delay_s=0.02,
-        ),
-        Case(
-            name="retry-in-flight",
-            summary="A call that is repeated before its reply is one turn.",
-            script=[_FIRST, _SECOND],
-            drive=call_at_once,
-            parents=[-1],
-            delay_s=0.05,
-        ),
-        Case(
-            name="retry-count",
-            summary="A call that an SDK marks as a retry gets the turn that is there.",
-            script=[_FIRST, _SECOND],
-            drive=call_again_by_count,
-            parents=[-1],
-        ),
-        Case(
-            name="retry-key",
-            summary="So does one with the Idempotency-Key of another.",
-            script=[_FIRST, _SECOND],
-            drive=call_again_by_key,
-            parents=[-1],
-        ),
-        Case(
-            name="retry-after-hang-up",
-            summary="A client that hangs up and asks again gets one turn, and continues it.",
-            script=[_FIRST, _SECOND],
-            drive=give_up_and_retry,
-            parents=[-1, 0],
-            delay_s=0.1,
-            is_scripted=True,
-        ),
-        Case(
-            name="hang-up",
-            summary="The turn of a client that hangs up and does not ask again counts as not delivered.",
-            script=[_FIRST],
-            drive=give_up,
-            parents=[-1],
-            undelivered=[0],
-            delay_s=0.1,
-            is_scripted=True,
-        ),
-        Case(
-            name="resample",
-            summary="An equal call after its reply is a turn next to the first; each can be continued.",
-            script=[_FIRST, _SECOND, _THIRD, _FIRST],
-            drive=sample_again,
-            parents=[-1, -1, 0, 1],
-            siblings=[(0, 1)],
-        ),
-        Case(
-            name="several-turns",
-            summary="Several turns of one call are next to each other; each can be continued.",
-            script=[_FIRST, _SECOND, _THIRD, _FIRST],
-            drive=sample_several,
-            parents=[-1, -1, -1, 1],
-            siblings=[(0, 1), (1, 2)],
-            dialects=("chat", "google"),
-        ),
-        Case(
-            name="stop-string",
-            summary="A stop string ends a turn, whose tokens have it, and whose text has not.",
-            script=[ModelTurn(text="the first part STOP the second"), _SECOND],
-            drive=stop_at_string,
-            parents=[-1, 0],
-            dialects=("chat", "anthropic", "google"),
-        ),
-        Case(
-            name="cut-off",
-            summary="A turn that is cut off at its most tokens can be continued.",
-            script=[_FIRST, _SECOND],
-            drive=cut_turn_off,
-            parents=[-1, 0],
-        ),
-        Case(
-            name="thought-cut-off",
-            summary="So can one that is cut off in its reasoning.",
-            script=[_THOUGHT, _SECOND],
-            drive=cut_turn_off,
-            parents=[-1, 0],
-        ),
-        Case(
-            name="call-cut-off",
-            summary="A turn that is cut off in a call has no call, and can be continued.",
-            script=[_CALL, _SECOND],
-            drive=cut_call_off,
-            parents=[-1, 0],
-            needs=frozenset({"results"}),
-        ),
-        Case(
-            name="budget-end",
-            summary="After the last turn of a budget a text ends the agent's loop, and is no turn.",
-            script=[_FIRST, _SECOND],
-            drive=use_budget_up,
-            parents=[-1],
-            budget=SessionBudget(max_tokens=100_000, max_calls=1),
-            is_scripted=True,
-        ),
-        Case(
-            name="previous-response",
-            summary="previous_response_id continues the turn that it names.",
-            script=[_CALL, _SECOND],
-            drive=continue_response,
-            parents=[-1, 0],
-            dialects=("responses",),
-            needs=frozenset({"results"}),
-        ),
-    ]
+    """Return the cases of all dialects."""
+    content = tomllib.loads(_FILE.read_text())
+    turns = {name: ModelTurn(**fields) for name, fields in content["turns"].items()}
+    cases: list[Case] = []
+    for fields in content["cases"]:
+        options = fields.pop("options", {})
+        steps = [{**options, **step} for step in fields.pop("steps")]
+        play = play_at_once if fields.pop("at_once", False) else play_in_turn
+        script = [turns[name] for name in fields.pop("script")]
+        cases.append(Case(**fields, script=script, drive=partial(play, steps)))
+    return cases
+
+
+async def play_in_turn(steps: Sequence[Step], agent: CaseAgent) -> None:
+    """Make the calls of a case one after the other, and check their replies."""
+    key = secrets.token_hex(8)
+    headers = {"count": {"x-stainless-retry-count": "1"}, "key": {"Idempotency-Key": key}}
+    exchanges: list[Exchange] = []
+    for step in steps:
+        if step.get("needs_distinct"):
+            _check_texts_differ(exchanges)
+        request = _make_request(step, exchanges, agent)
+        replies: list[WireReply] = []
+        if "hang_up_s" in step:
+            await agent.give_up(request, after_s=step["hang_up_s"])
+        else:
+            replies = await agent.send(request, headers=headers.get(step.get("retry", "")))
+        exchanges.append((request, replies))
+        _check_step(step, exchanges, agent)
+        await asyncio.sleep(step.get("wait_s", 0.0))
+
+
+async def play_at_once(steps: Sequence[Step], agent: CaseAgent) -> None:
+    """Make the calls of a case at the same time."""
+    requests = [_make_request(step, [], agent) for step in steps]
+    replies = await asyncio.gather(*map(agent.exchange, requests))
+    exchanges = list(zip(requests, replies, strict=True))
+    for number, step in enumerate(steps):
+        _check_step(step, exchanges[: number + 1], agent)
+
+
+def _make_request(step: Step, exchanges: Sequence[Exchange], agent: CaseAgent) -> WireRequest:
+    options = {name: step[name] for name in ("max_tokens", "n", "stream") if name in step}
+    options["stop"] = tuple(step.get("stop", ()))
+    if agent.client.name == "completions":
+        return WireRequest(prompt=_make_prompt(step, exchanges, agent), **options)
+    if step.get("tools"):
+        options["tools"] = TOOLS
+    options["style"] = WriteStyle(**step.get("style", {}))
+    messages: list[Message] = []
+    if "after" in step:
+        request, replies = exchanges[step["after"]]
+        turn = replies[step.get("turn", 0)]
+        message = _edit_message(turn.message, step.get("edit", {}))
+        if step.get("by_id"):
+            options["previous_response"] = turn.response_id
+        else:
+            before = step.get("before")
+            messages += request.messages if before is None else _make_messages(before, agent)
+            messages.append(message)
+        if "results" in step:
+            messages += results(message, *step["results"])
+    messages += _make_messages(step, agent)
+    if "quotes" in step:
+        quoted = exchanges[step["quotes"]][1][0].text
+        messages.append(agent.user(quoted or "and then"))
+    return WireRequest(messages=messages, **options)
+
+
+def _make_messages(fields: Step, agent: CaseAgent) -> list[Message]:
+    messages: list[Message] = []
+    if "system" in fields:
+        messages.append(system(fields["system"]))
+    if "user" in fields:
+        messages.append(agent.user(fields["user"]))
+    return messages
+
+
+def _edit_message(message: Message, edit: Mapping[str, Any]) -> Message:
+    """Return a turn as a client sends it back."""
+    edited = {**message}
+    for name, value in edit.items():
+        if name == "arguments":
+            [call] = message["tool_calls"]
+            function = {"name": "add", "arguments": value}
+            edited["tool_calls"] = [{**call, "function": function}]
+        else:
+            edited[name] = value.replace("{content}", message["content"])
+    return edited
+
+
+def _make_prompt(step: Step, exchanges: Sequence[Exchange], agent: CaseAgent) -> str | list[int]:
+    """Return a prompt of Completions: the text of the first step, or the tokens of the continued turn and more."""
+    if "after" not in step:
+        return agent.user(step["user"])["content"]
+    turn = exchanges[step["after"]][1][step.get("turn", 0)]
+    if turn.prompt_ids is None:
+        raise CaseNotApplicableError("replies have no prompt_token_ids")
+    if turn.token_ids is None:
+        raise CaseNotApplicableError("replies have no token_ids")
+    start = 1 if step.get("drops_token") else 0
+    more = turn.prompt_ids[: step.get("more_tokens", 0)]
+    return [*turn.prompt_ids, *turn.token_ids[start:], *more]
+
+
+def _check_step(step: Step, exchanges: Sequence[Exchange], agent: CaseAgent) -> None:
+    """Check the reply of the last exchange, unless the client has hung up."""
+    replies = exchanges[-1][1]
+    if not replies:
+        return
+    reply = replies[0]
+    if step.get("has_reasoning"):
+        agent.expect(reply, "reasoning_content" in reply.message, "reasoning")
+    if "text" in step:
+        agent.expect(reply, reply.text.strip() == step["text"], f"the text {step['text']!r}")
+    if "end" in step:
+        agent.expect(reply, reply.finish_reason == step["end"], f"the end {step['end']!r}")
+    if "calls" in step:
+        agent.expect(reply, len(reply.calls) == step["calls"], f"{step['calls']} calls of tools")
+    if step.get("ends_loop"):
+        ends_loop = reply.text != "" and reply.finish_reason == "stop"
+        agent.expect(reply, ends_loop, "a text that ends the loop")
+    if "same_as" in step:
+        first = exchanges[step["same_as"]][1][0]
+        if reply.response_id != first.response_id:
+            raise MismatchError("two equal calls got two turns; expected one")
+
+
+def _check_texts_differ(exchanges: Sequence[Exchange]) -> None:
+    """Raise a `CaseNotApplicableError` if two turns have one text: nothing says then which one is continued."""
+    texts: list[str] = []
+    for _, replies in exchanges:
+        texts.extend(reply.text for reply in replies)
+    if len(set(texts)) < len(texts):
+        raise CaseNotApplicableError("two of the turns have the same text")

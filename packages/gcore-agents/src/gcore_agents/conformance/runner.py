@@ -93,7 +93,7 @@ class ScriptedEndpoint:
             session_id=f"{case.name}-{dialect}-{template}",
             sampler=engine,
             encoder=encoder,
-            budget=case.budget or SessionBudget(max_tokens=100_000),
+            budget=SessionBudget(max_tokens=100_000, max_calls=case.max_calls),
             history=case.history,
         )
         self._server.open(session)

@@ -84,14 +84,14 @@ class EndpointTrace:
         self,
         *,
         parents: Sequence[int],
-        siblings: Sequence[tuple[int, int]] = (),
+        siblings: Sequence[Sequence[int]] = (),
         undelivered: Sequence[int] = (),
     ) -> None:
         """Raise a `MismatchError` for the first thing that is not as it should be.
 
         Args:
             parents: for each turn the one that it continues; -1: none.
-            siblings: turns that follow the same node.
+            siblings: pairs of turns that follow the same node.
             undelivered: turns that no client got.
         """
         if len(self.calls) != len(parents):

@@ -6,32 +6,16 @@ got, the body has its label, such as ``@0:call:1`` for the second call of the fi
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from gcore_agents.conformance.agent import CaseAgent
 from gcore_agents.conformance.case import Case
-from gcore_agents.conformance.turns import FunctionCall, ModelTurn
+from gcore_agents.conformance.turns import ModelTurn
 from gcore_agents.conformance.wire.client import WireReply
 
 _FOLDER = files("gcore_agents.conformance") / "traffic"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedCall:
-    """A call of a client, as it wrote it.
-
-    Example:
-        >>> call = RecordedCall(path="/v1/responses", body={"previous_response_id": "@0:response"})
-        >>> call.stream
-        False
-    """
-
-    path: str
-    body: Mapping[str, Any]
-    stream: bool = False
 
 
 def list_traffic_cases() -> list[Case]:
@@ -42,32 +26,23 @@ def list_traffic_cases() -> list[Case]:
 
 def _read_case(file_name: str) -> Case:
     record: dict[str, Any] = json.loads((_FOLDER / file_name).read_text())
-    calls = [RecordedCall(**call) for call in record["calls"]]
     return Case(
         name=f"sdk-{file_name.removesuffix('.json')}",
         summary=f"Turns in traffic of {record['client']} continue as recorded.",
-        script=[read_turn(turn) for turn in record["script"]],
-        drive=partial(_play, calls),
+        script=[ModelTurn(**turn) for turn in record["script"]],
+        drive=partial(_play, record["calls"]),
         parents=record["parents"],
         dialects=(record["dialect"],),
-        needs=frozenset(record["needs"]),
+        needs=record["needs"],
         is_scripted=True,
     )
 
 
-def read_turn(fields: Mapping[str, Any]) -> ModelTurn:
-    """Return the turn that a recording's script has."""
-    calls = [FunctionCall(**call) for call in fields.get("calls", ())]
-    return ModelTurn(
-        text=fields.get("text", ""), reasoning=fields.get("reasoning", ""), calls=calls
-    )
-
-
-async def _play(calls: Sequence[RecordedCall], agent: CaseAgent) -> None:
+async def _play(calls: Sequence[Mapping[str, Any]], agent: CaseAgent) -> None:
     ids: dict[str, str] = {}
     for number, call in enumerate(calls):
-        body = replace_ids(call.body, ids)
-        replies = await agent.send_body(call.path, body, stream=call.stream)
+        body = replace_ids(call["body"], ids)
+        replies = await agent.send_body(call["path"], body, stream=call["stream"])
         ids |= label_ids(number, replies)
 
 

@@ -1,7 +1,7 @@
 """Messages of cases, in the form of Chat Completions with parsed arguments."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gcore_agents.graph import Message
@@ -32,31 +32,19 @@ ANNOUNCED = [{"type": "function", "function": tool} for tool in TOOLS]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionCall:
-    """A call of a turn.
-
-    Example:
-        >>> FunctionCall(name="add", arguments={"first": 1, "second": 2}).name
-        'add'
-    """
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelTurn:
     """A turn that the scripted engine writes.
 
     Example:
-        >>> turn = ModelTurn(text="Let me see.", calls=[FunctionCall(name="look_up", arguments={"word": "tree"})])
+        >>> turn = ModelTurn(text="Let me see.", calls=[{"name": "look_up", "arguments": {"word": "tree"}}])
         >>> turn.message()["tool_calls"][0]["function"]["name"]
         'look_up'
     """
 
     text: str = ""
     reasoning: str = ""
-    calls: Sequence[FunctionCall] = ()
+    calls: Sequence[Mapping[str, Any]] = ()
+    """Names and arguments of functions."""
 
     def message(self) -> dict[str, Any]:
         """Return the turn as a message; ids of calls have nine letters, as Mistral's templates demand."""
@@ -65,8 +53,7 @@ class ModelTurn:
             message["reasoning_content"] = self.reasoning
         calls: list[dict[str, Any]] = []
         for number, call in enumerate(self.calls):
-            function = {"name": call.name, "arguments": dict(call.arguments)}
-            calls.append({"id": f"scripted{number}", "type": "function", "function": function})
+            calls.append({"id": f"scripted{number}", "type": "function", "function": {**call}})
         if calls:
             message["tool_calls"] = calls
         return message

@@ -25,7 +25,6 @@ from gcore_agents.conformance.templates import (
     list_templates,
     read_template,
 )
-from gcore_agents.conformance.token_cases import list_token_cases
 from gcore_agents.conformance.traffic import list_traffic_cases
 
 _PROGRESS_S = 5.0
@@ -120,7 +119,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _list_all() -> list[Case]:
-    return [*list_cases(), *list_token_cases(), *list_traffic_cases()]
+    return [*list_cases(), *list_traffic_cases()]
 
 
 def _choose_cases(parser: argparse.ArgumentParser, names: Sequence[str] | None) -> list[Case]:

@@ -1,21 +1,8 @@
 """Results of cases as text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from gcore_agents.conformance.runner import CaseResult
-
-
-@dataclass
-class _Cell:
-    num_ok: int = 0
-    num_run: int = 0
-    failures: list[CaseResult] = field(default_factory=list[CaseResult])
-
-    def write(self) -> str:
-        if self.failures:
-            return f"FAIL {len(self.failures)}/{self.num_run}"
-        return f"ok {self.num_ok}" if self.num_run else "-"
 
 
 def write_table(results: Sequence[CaseResult]) -> str:
@@ -29,24 +16,26 @@ def write_table(results: Sequence[CaseResult]) -> str:
         case       chat
         two-turns  ok 1
     """
-    cells: dict[str, dict[str, _Cell]] = {}
+    cells: dict[str, dict[str, list[str]]] = {}
     dialects: list[str] = []
     for result in results:
         if result.dialect not in dialects:
             dialects.append(result.dialect)
-        cell = cells.setdefault(result.case, {}).setdefault(result.dialect, _Cell())
-        if result.outcome == "-":
-            continue
-        cell.num_run += 1
-        if result.outcome == "ok":
-            cell.num_ok += 1
-        else:
-            cell.failures.append(result)
+        outcomes = cells.setdefault(result.case, {}).setdefault(result.dialect, [])
+        outcomes.append(result.outcome)
     rows = [["case", *dialects]]
     for case, row in cells.items():
-        texts = [row[dialect].write() if dialect in row else "" for dialect in dialects]
+        texts = [_write_cell(row[dialect]) if dialect in row else "" for dialect in dialects]
         rows.append([case, *texts])
     return _align(rows)
+
+
+def _write_cell(outcomes: Sequence[str]) -> str:
+    num_ok = outcomes.count("ok")
+    num_failed = outcomes.count("FAIL")
+    if num_failed:
+        return f"FAIL {num_failed}/{num_failed + num_ok}"
+    return f"ok {num_ok}" if num_ok else "-"
 
 
 def write_failures(results: Sequence[CaseResult]) -> str:
