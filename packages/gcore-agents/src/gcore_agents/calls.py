@@ -29,6 +29,8 @@ class ChatCall:
     """How many turns to sample."""
     stream: bool = False
     """Whether the reply is a stream of events."""
+    agent: str = ""
+    """Name of the agent that calls, of those that share the session; empty: it has none."""
     retry_key: str = ""
     """Calls with one key get one reply; empty: only while the first is being answered."""
     is_retry: bool = False

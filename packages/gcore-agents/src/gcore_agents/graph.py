@@ -130,6 +130,8 @@ class MessageNode:
     """Name of the turn in the API; empty: the policy did not sample the node."""
     is_delivered: bool = False
     """Whether the agent got the whole turn."""
+    agent: str = ""
+    """Name of the agent that asked for the turn; empty: it has none."""
     children: list["MessageNode"] = field(default_factory=list["MessageNode"])
 
     def __post_init__(self) -> None:
@@ -207,6 +209,8 @@ class MessageGraph:
         self,
         messages: Sequence[Message],
         accept_first: Callable[[MessageNode], bool] | None = None,
+        *,
+        agent: str = "",
     ) -> tuple[MessageNode, int]:
         """Return the last node of the longest path that these messages start with, and how many they are.
 
@@ -214,14 +218,16 @@ class MessageGraph:
 
         Args:
             accept_first: returns whether the first node of a conversation, whose messages are equal, starts the path.
+            agent: whose turns are preferred to equal ones of others.
         """
         keys = [message_key(message) for message in messages]
         best = self.root
-        best_rank = (0, True, best.number)
+        best_rank = (0, True, True, best.number)
         waiting = [(self.root, 0)]
         while waiting:
             node, position = waiting.pop()
-            rank = (position, node.is_delivered or not node.is_turn, node.number)
+            is_received = node.is_delivered or not node.is_turn
+            rank = (position, is_received, node.agent == agent, node.number)
             if rank > best_rank:
                 best = node
                 best_rank = rank
@@ -281,6 +287,7 @@ class MessageGraph:
         finish_reason: str,
         response_id: str,
         stop_string: str = "",
+        agent: str = "",
     ) -> MessageNode:
         """Add a turn of the policy after its context."""
         return self.add_node(
@@ -292,6 +299,7 @@ class MessageGraph:
             finish_reason=finish_reason,
             response_id=response_id,
             stop_string=stop_string,
+            agent=agent,
         )
 
     def add_node(self, parent: MessageNode, **fields: Any) -> MessageNode:

@@ -11,7 +11,14 @@ from typing import IO, Any
 from gcore_agents.graph import MessageGraph, MessageNode
 from gcore_agents.session import Session, SessionReward
 
-_TURN_FIELDS = ("log_probs", "weight_versions", "finish_reason", "response_id", "is_delivered")
+_TURN_FIELDS = (
+    "log_probs",
+    "weight_versions",
+    "finish_reason",
+    "response_id",
+    "is_delivered",
+    "agent",
+)
 
 
 class SessionJournal:
@@ -23,6 +30,7 @@ class SessionJournal:
     Args:
         folder: of the run; made with the first session.
         num_steps: before the last one, whose sessions are kept: those between two checkpoints.
+        max_age: steps for which a session may go on, or wait for others of its group.
 
     Example:
         >>> journal = SessionJournal(Path("sessions"), num_steps=25)
@@ -30,9 +38,10 @@ class SessionJournal:
         True
     """
 
-    def __init__(self, folder: Path, *, num_steps: int) -> None:
+    def __init__(self, folder: Path, *, num_steps: int, max_age: int = 0) -> None:
         self._folder = folder
-        self._num_steps = num_steps
+        self._num_steps = num_steps + max_age
+        self._max_age = max_age
         self._former: dict[tuple[str, int], tuple[Path, int]] = {}
         """File of each session, and where its line starts there: their tokens may be more than the memory takes."""
         for file in sorted(folder.glob("*.jsonl")):
@@ -44,13 +53,17 @@ class SessionJournal:
         self._file: IO[bytes] | None = None
 
     def find(self, key: str, *, step: int) -> Mapping[str, Any] | None:
-        """Return the record of a session that began with the weights of a step; None: no former journal has one."""
-        if (key, step) not in self._former:
-            return None
-        path, start = self._former[key, step]
-        with path.open("rb") as file:
-            file.seek(start)
-            return json.loads(file.readline())
+        """Return the record of a session that began with the weights of ``step``, or of one up to ``max_age`` before.
+
+        Its entry "step" is that one, the newest of several. None: no former journal has a record.
+        """
+        for began in range(step, step - self._max_age - 1, -1):
+            if (key, began) in self._former:
+                path, start = self._former[key, began]
+                with path.open("rb") as file:
+                    file.seek(start)
+                    return {**json.loads(file.readline()), "step": began}
+        return None
 
     def add(self, key: str, session: Session, *, step: int, version: int, turns: list[str]) -> None:
         """Record a finished session.

@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
@@ -25,11 +25,11 @@ from gcore_agents.command_guard import (
     signal_processes,
     start_guard,
 )
-from gcore_agents.errors import AgentFailedError
+from gcore_agents.errors import AgentFailedError, CallError
 from gcore_agents.session import Session, SessionReward
 
-AgentResult: TypeAlias = float | Mapping[str, float] | None
-"""The reward of a session, or several by name; None: the agent does not score it."""
+AgentResult: TypeAlias = float | Mapping[str, float] | Sequence[SessionReward] | None
+"""The reward of a session, several by name, or any, such as of single agents; None: the agent does not score it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class AgentTask:
     api_key: str = field(repr=False)
     """The session's key."""
     session: Session
-    """For rewards of turns: ``session.add_reward(SessionReward(value=..., response_id=...))``."""
+    """For rewards of turns and agents: ``session.add_reward(SessionReward(value=..., response_id=..., agent=...))``."""
 
 
 AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[AgentResult] | AgentResult]
@@ -71,7 +71,7 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
     name = getattr(function, "__name__", "agent")
     result: Any
     try:
-        async with asyncio.timeout(timeout_s):
+        async with task.session.clock.limit(timeout_s):
             if inspect.iscoroutinefunction(function):
                 result = await function(task)
             else:
@@ -84,8 +84,11 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
         raise AgentFailedError(f"{name}: {type(error).__name__}: {error}") from error
     finally:
         task.session.close()
-    for reward_name, value in _list_rewards(result, name):
-        task.session.add_reward(SessionReward(value=value, name=reward_name))
+    for reward in _list_rewards(result, name):
+        try:
+            task.session.add_reward(reward)
+        except CallError as error:
+            raise AgentFailedError(f"{name} returned a reward that is refused: {error}") from None
 
 
 async def _run_in_thread(function: AgentFunction, task: AgentTask) -> Any:
@@ -109,18 +112,23 @@ async def _run_in_thread(function: AgentFunction, task: AgentTask) -> Any:
     return await asyncio.wrap_future(done)
 
 
-def _list_rewards(result: Any, name: str) -> list[tuple[str, float]]:
-    rewards: list[tuple[str, Any]] = []
+def _list_rewards(result: Any, name: str) -> list[SessionReward]:
+    if result is None:
+        return []
+    rewards: list[Any] = [SessionReward(value=result)]
     if isinstance(result, Mapping):
-        rewards.extend(result.items())
-    elif result is not None:
-        rewards.append(("reward", result))
-    for reward_name, value in rewards:
+        rewards = [SessionReward(value=value, name=key) for key, value in result.items()]
+    elif isinstance(result, list | tuple):
+        rewards = list(result)
+    for reward in rewards:
+        if not isinstance(reward, SessionReward):
+            raise AgentFailedError(f"{name} returned {reward!r:.80}; expected a SessionReward")
+        value: Any = reward.value
         if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise AgentFailedError(
-                f"{name} returned {value!r:.80} as {reward_name!r}; expected a finite number"
+                f"{name} returned {value!r:.80} as {reward.name!r}; expected a finite number"
             )
-    return [(reward_name, float(value)) for reward_name, value in rewards]
+    return [replace(reward, value=float(reward.value)) for reward in rewards]
 
 
 async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> None:
@@ -148,7 +156,7 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
                 start_new_session=True,
             )
         try:
-            async with asyncio.timeout(timeout_s):
+            async with task.session.clock.limit(timeout_s):
                 code = await process.wait()
         except TimeoutError:
             raise AgentFailedError(f"{command!r} took longer than {timeout_s:g} s") from None

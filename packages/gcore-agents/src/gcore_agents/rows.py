@@ -50,7 +50,8 @@ def choose_trained(session: Session) -> set[MessageNode]:
     """Return the turns of a session that are trained on.
 
     Those are all that the agent got, but for turns that it has sampled again and not continued: unless a turn has a
-    reward of its own, only the last one of several for the same messages counts if none is continued.
+    reward of its own, only the last one of several for the same messages counts if none is continued. Each agent of a
+    session may ask the same.
     """
     rewarded = {reward.response_id for reward in session.rewards if reward.response_id}
     trained: set[MessageNode] = set()
@@ -58,8 +59,8 @@ def choose_trained(session: Session) -> set[MessageNode]:
         if not node.is_delivered:
             continue
         assert node.parent is not None
-        later = [turn for turn in node.parent.children if turn.is_delivered and turn is not node]
-        is_last = all(turn.number < node.number for turn in later)
+        siblings = [turn for turn in node.parent.children if turn.is_delivered]
+        is_last = all(t.number <= node.number for t in siblings if t.agent == node.agent)
         is_named = node.response_id in session.kept_responses or node.response_id in rewarded
         if node.children or is_last or is_named:
             trained.add(node)

@@ -71,7 +71,8 @@ class AgentServer:
     """Serves sessions to agents by the APIs that their SDKs speak.
 
     A call is of the session whose key it has: as ``Authorization: Bearer``, ``x-api-key``, ``x-goog-api-key`` or
-    ``?key=``; or in its path, after ``/s/``. Keys are not logged.
+    ``?key=``; or in its path, after ``/s/``. Keys are not logged. Several agents of a session name themselves by the
+    header ``x-gcore-agent``, or in the path, after ``/a/``.
 
     Args:
         host: address to listen on.
@@ -133,9 +134,12 @@ class AgentServer:
         self._sessions[session.key] = _ServedSession(session)
         return f"{self.url}/v1"
 
-    def session_url(self, session: Session) -> str:
-        """Return a base URL that needs no key, for agents that cannot be given one."""
-        return f"{self.url}/s/{session.key}/v1"
+    def session_url(self, session: Session, *, agent: str = "") -> str:
+        """Return a base URL that needs no key, for agents that cannot be given one; it may name the agent."""
+        url = f"{self.url}/s/{session.key}"
+        if agent:
+            url += f"/a/{agent}"
+        return f"{url}/v1"
 
     def release(self, session: Session) -> None:
         """Close a session, and serve it no longer; later calls get status 409."""
@@ -149,13 +153,15 @@ class AgentServer:
         router = app.router
         for path in ("/", "/health"):
             router.add_get(path, _report_health)
-        for prefix in ("", "/s/{key}"):
+        for key in ("", "/s/{key}"):
             for version in ("/v1", ""):
-                self._add_api_routes(router, prefix + version)
-                self._add_session_routes(router, prefix + version)
-            for version in _GOOGLE_VERSIONS:
-                path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
-                router.add_post(path, self._answer_google)
+                self._add_session_routes(router, key + version)
+            for prefix in (key, key + "/a/{agent}"):
+                for version in ("/v1", ""):
+                    self._add_api_routes(router, prefix + version)
+                for version in _GOOGLE_VERSIONS:
+                    path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
+                    router.add_post(path, self._answer_google)
 
     def _add_api_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         for path, kind in _DIALECTS.items():
@@ -168,11 +174,11 @@ class AgentServer:
 
     def _add_session_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         for path, function in (("", describe_session), ("/graph", describe_graph)):
-            router.add_get(f"{prefix}/session{path}", partial(self._answer_question, function))
+            router.add_get(f"{prefix}/session{path}", partial(self._use_session, function))
         for path, function in (("reward", add_reward), ("close", close_session)):
-            router.add_post(f"{prefix}/session/{path}", partial(self._answer_command, function))
+            router.add_post(f"{prefix}/session/{path}", partial(self._use_session, function))
         for path, function in (("tokenize", tokenize), ("detokenize", detokenize)):
-            router.add_post(f"{prefix}/{path}", partial(self._answer_command, function))
+            router.add_post(f"{prefix}/{path}", partial(self._use_session, function))
 
     def _find(self, request: web.Request) -> _ServedSession:
         """Return the session of a call; `CallError` if its key is unknown, or the session is closed."""
@@ -274,21 +280,13 @@ class AgentServer:
             answer.cancel()
         return response
 
-    async def _answer_question(
-        self, function: _SessionFunction, request: web.Request
-    ) -> web.Response:
+    async def _use_session(self, function: _SessionFunction, request: web.Request) -> web.Response:
         try:
             session = self._find(request).session
-            return web.json_response(function(session, JsonFields(dict(request.query))))
-        except Exception as error:
-            return _make_error_response(Dialect, error)
-
-    async def _answer_command(
-        self, function: _SessionFunction, request: web.Request
-    ) -> web.Response:
-        try:
-            session = self._find(request).session
-            return web.json_response(function(session, JsonFields(await _read_body(request))))
+            values: Any = dict(request.query)
+            if request.method == "POST":
+                values = await _read_body(request)
+            return web.json_response(function(session, JsonFields(values)))
         except Exception as error:
             return _make_error_response(Dialect, error)
 
@@ -322,12 +320,14 @@ async def _read_body(request: web.Request) -> Any:
 
 
 def _mark_retry(request: web.Request, call: ChatCall) -> ChatCall:
-    """Return a call with what its headers say about retries."""
-    count = request.headers.get("x-stainless-retry-count", "")
+    """Return a call with what its headers say about retries and, as its path may, about its agent."""
+    headers = request.headers
+    count = headers.get("x-stainless-retry-count", "")
     return replace(
         call,
         is_retry=count.isdecimal() and int(count) > 0,
-        retry_key=request.headers.get("Idempotency-Key", ""),
+        retry_key=headers.get("Idempotency-Key", ""),
+        agent=request.match_info.get("agent", headers.get("x-gcore-agent", "")),
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import marshal
+import re
 import secrets
 import sys
 import time
@@ -17,7 +18,7 @@ from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.errors import CallError, MessageError
 from gcore_agents.graph import Message, MessageGraph, MessageNode
-from gcore_agents.sampler import TokenSampler
+from gcore_agents.sampler import SessionClock, TokenSampler
 
 History = Literal["sampled", "template", "tool_cycle"]
 """The form in which the policy sees its earlier turns: the tokens that it sampled, with their reasoning; as the chat
@@ -27,6 +28,7 @@ SessionEnd = Literal["done", "truncated_turn", "length", "max_turns", "timeout"]
 SessionStatus = Literal["completed", "failed", "truncated"]
 """The outcome of an agent's work, as its runner says when it closes the session."""
 
+_AGENT_NAME = re.compile(r"[\w.-]{0,64}")
 _BUDGET_TEXT = "The budget of this session is used up. Stop here and give your final answer."
 
 
@@ -53,7 +55,7 @@ class SessionBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionReward:
-    """A reward of a session, or of one of its turns.
+    """A reward of a session, of one of its agents, or of a turn.
 
     Example:
         >>> SessionReward(value=1.0).response_id
@@ -62,7 +64,9 @@ class SessionReward:
 
     value: float
     response_id: str = ""
-    """The turn; empty: the whole session."""
+    """The turn; empty: all of the session's, or of the agent's."""
+    agent: str = ""
+    """Name of the agent; empty: the turn's, or all agents that have no reward of their own."""
     name: str = "reward"
 
 
@@ -95,10 +99,13 @@ class Session:
     """Strings that end a turn, besides those of a call."""
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}", repr=False)
     """The agent authorizes itself with it."""
+    clock: SessionClock = field(default_factory=SessionClock)
 
     def __post_init__(self) -> None:
         self.graph = MessageGraph()
         self.rewards: list[SessionReward] = []
+        self.agents: set[str] = set()
+        """Names of the agents that have called."""
         self.end: SessionEnd | None = None
         """Why it is to end; None: the agent may continue."""
         self.status: SessionStatus | None = None
@@ -131,9 +138,16 @@ class Session:
             CallError: the call cannot be answered; the session stays open.
         """
         self._check_open()
+        if not _AGENT_NAME.fullmatch(call.agent):
+            raise CallError(
+                f"agent is {call.agent!r:.80}; expected a name of up to 64 letters, digits, '_', '-' and '.'",
+                field="agent",
+            )
+        if call.agent:
+            self.agents.add(call.agent)
         self.last_call_s = time.monotonic()
         if self._start_s is None:
-            self._start_s = self.last_call_s
+            self._start_s = self.clock.now_s()
         key = call.retry_key or _digest(call)
         task = self._replies.get(key)
         is_marked = bool(call.retry_key) or call.is_retry
@@ -217,13 +231,19 @@ class Session:
         )
 
     def add_reward(self, reward: SessionReward) -> None:
-        """Add a reward; `CallError` if it is not finite, or of no turn of this session."""
+        """Add a reward; `CallError` if it is not finite, or of no turn or agent of this session."""
         if not abs(reward.value) <= sys.float_info.max:
             raise CallError(
                 f"value is {reward.value}; expected a finite number", status=400, field="value"
             )
+        agents = self.agents
         if reward.response_id:
-            self.find_turn(reward.response_id)
+            turn_agent = self.find_turn(reward.response_id).agent
+            agents = {turn_agent}
+            reward = replace(reward, agent=reward.agent or turn_agent)
+        if reward.agent and reward.agent not in agents:
+            names = ", ".join(sorted(agents)) or "none, because no call named its agent"
+            raise CallError(f"agent is {reward.agent!r}; expected one of: {names}", field="agent")
         self.rewards.append(reward)
 
     @property
@@ -232,6 +252,13 @@ class Session:
         if not self.rewards:
             return None
         return sum(reward.value for reward in self.rewards)
+
+    def agent_score(self, agent: str) -> float | None:
+        """Return the sum of an agent's rewards; without any that of the whole session's, and None without these."""
+        values = [reward.value for reward in self.rewards if reward.agent == agent]
+        if not values:
+            values = [r.value for r in self.rewards if not (r.agent or r.response_id)]
+        return sum(values) if values else None
 
     @property
     def num_used_tokens(self) -> int:
@@ -262,7 +289,7 @@ class Session:
                 self._mark_continued(node)
             return node, [], list(call.prompt_ids[node.num_tokens :])
         messages = call.messages
-        node, position = graph.find(messages, partial(self._has_tools, call))
+        node, position = graph.find(messages, partial(self._has_tools, call), agent=call.agent)
         if counts:
             self._mark_continued(node)
         further = messages[position:]
@@ -345,8 +372,8 @@ class Session:
             self._stop("length")
         if budget.max_calls and self._num_calls >= budget.max_calls:
             self._stop("max_turns")
-        age_s = time.monotonic() - (self._start_s or self.last_call_s)
-        if budget.timeout_s and age_s > budget.timeout_s:
+        now_s = self.clock.now_s()
+        if budget.timeout_s and now_s - (self._start_s or now_s) > budget.timeout_s:
             self._stop("timeout")
         return self.end is not None
 
@@ -392,6 +419,7 @@ class Session:
             finish_reason=sampled.finish_reason,
             response_id=response_id,
             stop_string=stop_string,
+            agent=call.agent,
         )
         return ChatReply(
             response_id=response_id,

@@ -40,6 +40,7 @@ def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
             "response_id": node.response_id,
             "finish_reason": node.finish_reason,
             "is_delivered": node.is_delivered,
+            "agent": node.agent,
         }
         if with_tokens:
             entry["token_ids"] = list(node.token_ids)
@@ -50,7 +51,7 @@ def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
 
 
 def add_reward(session: Session, fields: JsonFields) -> dict[str, Any]:
-    """Add a reward of the session, or of the turn ``response_id``."""
+    """Add a reward of the session, of the turn ``response_id`` or of ``agent``."""
     value = fields.values.get("value")
     if (
         not isinstance(value, int | float)
@@ -61,6 +62,7 @@ def add_reward(session: Session, fields: JsonFields) -> dict[str, Any]:
     reward = SessionReward(
         value=float(value),
         response_id=fields.read_text("response_id") or "",
+        agent=fields.read_text("agent") or "",
         name=fields.read_text("name") or "reward",
     )
     session.add_reward(reward)
