@@ -12,6 +12,7 @@ from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig
 from gcore_llm.learning.preparation import has_signal, prepare
 from gcore_rollout import Completion, Group
+from gcore_rollout.groups import share_prompt
 from gcore_trainer import (
     BatchError,
     KLControlConfig,
@@ -55,28 +56,39 @@ def prepared(
     return samples, metrics
 
 
-def test_credit_of_turns_is_against_the_mean_return_of_the_group() -> None:
-    """Of two episodes with equal scores; the metrics are of these advantages, too."""
-    mask = np.array([True, False, True])
-    samples: list[Sample] = []
-    responses: list[Completion] = []
-    for credit, mean_return in (([1.0, 0.0, 3.0], 2.0), ([0.0, 9.0, 0.0], 0.0)):
-        samples.append(
-            Sample(prompt_ids=np.arange(3), response_ids=np.arange(3), response_mask=mask)
-        )
-        response = Completion(
-            request_id="",
-            index=0,
-            finish_reason="stop",
-            token_ids=np.arange(3),
-            log_probs=np.zeros(3, np.float32),
-            weight_versions=np.zeros(3, np.int32),
-            mask=mask,
-            credit=np.array(credit, np.float32),
-            parts={"agent/return": mean_return},
-        )
-        responses.append(response)
-    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses)
+def make_episode(*turns: tuple[str, float], num_given: int = 1) -> Completion:
+    """Return an episode whose turns, each two tokens of an agent's with a value, have tokens of others between them."""
+    size = (2 + num_given) * len(turns)
+    credit = np.zeros(size, np.float32)
+    mask = np.zeros(size, np.bool_)
+    agents = sorted({agent for agent, _ in turns})
+    spans: list[tuple[int, int, int]] = []
+    for number, (agent, value) in enumerate(turns):
+        start = (2 + num_given) * number
+        mask[start : start + 2] = True
+        credit[start : start + 2] = value
+        spans.append((start, start + 2, agents.index(agent)))
+    return Completion(
+        request_id="",
+        index=0,
+        finish_reason="stop",
+        token_ids=np.arange(size),
+        log_probs=np.zeros(size, np.float32),
+        weight_versions=np.zeros(size, np.int32),
+        mask=mask,
+        credit=credit,
+        turn_spans=np.array(spans),
+        agents=tuple(agents),
+    )
+
+
+def prepare_episodes(*responses: Completion) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+    """Return the advantages of one group's episodes, which have equal scores, and the metrics."""
+    samples = [
+        Sample(prompt_ids=np.arange(3), response_ids=r.token_ids, response_mask=r.mask)
+        for r in responses
+    ]
+    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=list(responses))
     algorithm = AlgorithmConfig()
 
     async def program(context: Any) -> dict[str, float]:
@@ -87,10 +99,67 @@ def test_credit_of_turns_is_against_the_mean_return_of_the_group() -> None:
 
     [metrics] = asyncio.run(run_inline(program, roles=None))
     advantages = [sample.advantages for sample in samples if sample.advantages is not None]
-    np.testing.assert_allclose(advantages, [[0.0, 0.0, 2.0], [-1.0, 0.0, -1.0]])
+    return advantages, metrics
+
+
+def test_credit_of_turns_is_against_the_mean_return_of_the_group() -> None:
+    """Of two episodes with equal scores; the metrics are of these advantages, too."""
+    responses = make_episode(("", 1.0), ("", 3.0)), make_episode(("", 0.0), ("", 0.0))
+    advantages, metrics = prepare_episodes(*responses)
+    # The mean of 2 and 0.
+    np.testing.assert_allclose(advantages[0], [0.0, 0.0, 0.0, 2.0, 2.0, 0.0])
+    np.testing.assert_allclose(advantages[1], [-1.0, -1.0, 0.0, -1.0, -1.0, 0.0])
     assert metrics["critic/advantages/max"] == 2.0
     assert metrics["critic/advantages/min"] == -1.0
     assert has_signal(metrics, needs_scores=False)
+
+
+def test_each_agent_has_a_baseline_of_its_own() -> None:
+    """A(turn) = V(turn) - sum over sessions s with turns of its agent of mean(V of these turns in s) / their number.
+
+    The third session has no turn of b, and is no 0 for it.
+    """
+    sessions = [
+        [("a", 1.0), ("b", -1.0), ("a", 4.0)],
+        [("b", 5.0), ("a", 2.0)],
+        [("a", 3.5)],
+    ]
+    advantages, _ = prepare_episodes(*(make_episode(*turns) for turns in sessions))
+    baseline = {
+        "a": ((1.0 + 4.0) / 2 + 2.0 + 3.5) / 3,
+        "b": (-1.0 + 5.0) / 2,
+    }
+    for session, turns in enumerate(sessions):
+        expected: list[float] = []
+        for agent, value in turns:
+            advantage = value - baseline[agent]
+            expected += [advantage, advantage, 0.0]
+        np.testing.assert_allclose(advantages[session], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("other", "expected"), [(2.0, True), (1.0, False)])
+def test_a_group_of_equal_scores_is_worth_keeping_if_its_agents_differ_in_credit(
+    other: float, expected: bool
+) -> None:
+    """As in a game of two players, where a session's rewards add up to 0."""
+    won = make_episode(("a", 1.0), ("b", -1.0))
+    lost = make_episode(("a", other), ("b", -other))
+    group = Group(prompt_index=0, prompt_ids=np.arange(3), responses=[won, lost])
+    assert group.has_signal == expected
+
+
+def test_turns_of_an_episode_that_starts_later_keep_their_credit() -> None:
+    """The first messages of a group's episodes differ, and what differs is a part of the responses."""
+    group = Group(prompt_index=0, prompt_ids=np.arange(0))
+    for end, value in ((5, 1.0), (6, 2.0)):
+        episode = make_episode(("a", value), ("b", -value))
+        prompt_ids = np.array([1, 2, end])
+        response = share_prompt(group, replace(episode, prompt_ids=prompt_ids))
+        group.responses.append(response)
+    assert group.prompt_ids.tolist() == [1, 2]
+    for credit, value in zip(group.center_credit(), (-0.5, 0.5), strict=True):
+        assert credit is not None
+        np.testing.assert_allclose(credit, [0, value, value, 0, -value, -value, 0])
 
 
 def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[Sample]:

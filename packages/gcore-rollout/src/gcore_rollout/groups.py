@@ -66,8 +66,32 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the responses differ in score, so that their advantages do."""
-        return len(set(self.scores)) > 1
+        """True if the responses differ in score, or turns in credit, so that their advantages do."""
+        if len(set(self.scores)) > 1:
+            return True
+        return any(credit is not None and credit.any() for credit in self.center_credit())
+
+    def center_credit(self) -> list[NDArray[np.float32] | None]:
+        """Return the credit [R] of each response, less the mean credit of each turn's agent; None: it has no credit.
+
+        For a turn of agent a with the value V this is A = V - b(a). The baseline b(a) is the mean over the sessions in
+        which a has turns, as in GRPO, of the mean over its turns of each. A baseline for each role is the
+        role-conditioned advantage estimation of SPIRAL (Liu et al., arXiv 2506.24119), whose b is a moving average over
+        games. There is no division by a standard deviation.
+        """
+        session_means: dict[str, list[float]] = {}
+        for response in self.responses:
+            for agent, value in response.mean_credit().items():
+                session_means.setdefault(agent, []).append(value)
+        advantages: list[NDArray[np.float32] | None] = []
+        for response in self.responses:
+            credit = response.credit
+            if credit is not None:
+                credit = credit.copy()
+                for tokens, agent in response.list_turns():
+                    credit[tokens] -= np.float32(np.mean(session_means[agent]))
+            advantages.append(credit)
+        return advantages
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -143,6 +167,9 @@ def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion
     credit = response.credit
     if credit is not None:
         credit = np.append(np.zeros(count, np.float32), credit)
+    turn_spans = response.turn_spans
+    if turn_spans is not None:
+        turn_spans = turn_spans + [count, count, 0]
     return replace(
         response,
         token_ids=np.append(tokens, response.token_ids),
@@ -151,6 +178,7 @@ def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion
         mask=np.append(np.zeros(count, np.bool_), mask),
         forks=forks,
         credit=credit,
+        turn_spans=turn_spans,
     )
 
 

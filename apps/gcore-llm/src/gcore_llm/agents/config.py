@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from gcore_runs import Bound, Checked, Count, Fraction, NonNegative, Positive
 
+_BY_REWARDS = ("turns", "branches")
+"""Kinds of credit that are made of the agents' rewards."""
 _COMMAND = "command:"
 _FINITE = Bound(math.isfinite, "a finite number")
 
@@ -80,8 +82,9 @@ class AgentConfig(Checked, section="rollout.agent"):
     """Most agents at once in a controller; 0: four commands a CPU, and functions without a limit."""
     credit: str = "session"
     """The value of a turn. session: the score of the whole session. turns: the rewards of this turn and of those that
-    continue it, against the mean of the group. PATH.py:function: what your function returns, a number for each turn
-    of a gcore_agents.Session, against the mean of the group."""
+    continue it. branches: the rewards of its agent, or without any those of the session. PATH.py:function: what your
+    function returns, a number for each turn of a gcore_agents.Session. But for session, it counts against the mean of
+    the group, of each agent by itself if calls name theirs (x-gcore-agent)."""
     turn_discount: Fraction = 1.0
     """Discount per turn, with credit turns."""
 
@@ -97,12 +100,12 @@ class AgentConfig(Checked, section="rollout.agent"):
         is_function = ".py:" in self.run
         is_named = not self.run or is_function or bool(self.command)
         self.require("run", is_named, "PATH.py:function, or 'command: ...'")
-        is_known = self.credit in ("session", "turns") or ".py:" in self.credit
-        self.require("credit", is_known, "session, turns, or PATH.py:function")
+        is_known = self.credit in ("session", *_BY_REWARDS) or ".py:" in self.credit
+        self.require("credit", is_known, "session, turns, branches, or PATH.py:function")
 
     def check_with(self, config: Any) -> None:
         """Raise a `UserError` if turns are to be credited one by one, and a run's config adds to their rewards."""
-        if self.credit != "turns":
+        if self.credit not in _BY_REWARDS:
             return
         added = {
             "reward": config.reward,

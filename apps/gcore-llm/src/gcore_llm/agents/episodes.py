@@ -1,6 +1,7 @@
 """Responses of several turns: agents, environments and revisions, each an episode in a session of its own."""
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -100,6 +101,8 @@ def make_episodes(
     credit = None
     if agent.credit == "turns":
         credit = partial(turn_returns, discount=agent.turn_discount)
+    elif agent.credit == "branches":
+        credit = agent_returns
     elif agent.credit != "session":
         credit = load_function(agent.credit, setting="rollout.agent.credit")
     player = EpisodePlayer(
@@ -279,14 +282,19 @@ class EpisodePlayer:
             findings = session.graph.count_findings()
         for finding, count in findings.items():
             parts[f"agent/{finding}"] = float(count)
+        agents = sorted({turn.agent for turn in tree.turns})
+        turn_spans: list[tuple[int, int, int]] = []
+        for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
+            if turn.token_ids:
+                stop = start + len(turn.token_ids)
+                turn_spans.append((start, stop, agents.index(turn.agent)))
         credit = None
         if self.credit is not None:
             values = dict(zip(session.graph.turns(), self.credit(session), strict=True))
             credit = np.zeros(tree.token_ids.shape, np.float32)
             for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
                 credit[start : start + len(turn.token_ids)] = values[turn]
-            parts["agent/return"] = float(np.mean([values[turn] for turn in tree.turns]))
-        return Completion(
+        completion = Completion(
             request_id=session.session_id,
             index=0,
             finish_reason="stop" if session.end == "done" else "length",
@@ -297,11 +305,15 @@ class EpisodePlayer:
             weight_versions=tree.weight_versions,
             forks=tree.forks if tree.forks.size else None,
             credit=credit,
+            turn_spans=np.array(turn_spans, np.int64),
+            agents=tuple(agents),
             turns=tuple(turns),
             score=session.score or 0.0,
-            parts=parts,
             end=session.end,
         )
+        for agent, value in completion.mean_credit().items():
+            parts[f"agent/{agent}/return" if agent else "agent/return"] = value
+        return replace(completion, parts=parts)
 
 
 class AgentRunner:
@@ -391,6 +403,24 @@ def _make_revision(
     return RevisionEnvironment(
         messages, score, good_enough=config.good_enough, max_revisions=config.max_revisions
     )
+
+
+def agent_returns(session: Session) -> list[float]:
+    """Return the score of each turn's agent; NaN for a turn that is not trained on, if its agent has none.
+
+    Raises:
+        EpisodeError: the agent of a turn that is trained on has no score: it would not be worth 0.
+    """
+    trained = choose_trained(session)
+    returns: list[float] = []
+    for turn in session.graph.turns():
+        score = session.agent_score(turn.agent)
+        if score is None and turn in trained:
+            raise EpisodeError(
+                f"agent {turn.agent!r} of episode {session.session_id!r} has no reward, and neither has the session"
+            )
+        returns.append(math.nan if score is None else score)
+    return returns
 
 
 def turn_returns(session: Session, *, discount: float) -> list[float]:

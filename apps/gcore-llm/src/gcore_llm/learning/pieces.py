@@ -4,19 +4,26 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_rollout import Completion
 from gcore_trainer import cut_at_forks
 
 
-def list_pieces(response: Completion, tokenizer: Any) -> list[dict[str, Any]]:
+def list_pieces(
+    response: Completion, tokenizer: Any, advantages: NDArray[np.float32] | None
+) -> list[dict[str, Any]]:
     """Return the contiguous runs of tokens that the policy sampled with one version of the weights, or was given.
 
     Each is a row of JSON: ``text``, ``is_sampled``, ``version`` (-1: given), and ``parent``, the number of the piece
-    that it follows; -1: it follows the prompt; -2: it follows nothing. With credit of turns also ``credit``.
+    that it follows; -1: it follows the prompt; -2: it follows nothing. With credit of turns also ``credit`` and, if
+    there are ``advantages`` [R], ``advantage``; with agents that are named ``agent``.
     """
     token_ids = response.token_ids
     versions = response.weight_versions
+    agents = np.full(token_ids.shape, "", object)
+    for tokens, agent in response.list_turns():
+        agents[tokens] = agent
     changes = np.flatnonzero(np.diff(versions)) + 1
     pieces: list[dict[str, Any]] = []
     # Of each piece, by its last token.
@@ -33,6 +40,10 @@ def list_pieces(response: Completion, tokenizer: Any) -> list[dict[str, Any]]:
             }
             if response.credit is not None and piece["is_sampled"]:
                 piece["credit"] = float(response.credit[start])
+                if advantages is not None:
+                    piece["advantage"] = float(advantages[start])
+            if agents[start]:
+                piece["agent"] = agents[start]
             parent = len(pieces)
             number_of_last[stop - 1] = parent
             pieces.append(piece)

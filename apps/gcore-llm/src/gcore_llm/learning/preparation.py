@@ -117,7 +117,7 @@ async def prepare(
         estimator,
         settings,
         group.all_gather,
-        credits=[_center_credit(scored) for scored in groups],
+        credits=[scored.center_credit() for scored in groups],
     )
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
@@ -125,22 +125,6 @@ async def prepare(
             samples, algorithm.rollout_correction, group.all_gather
         )
     return metrics
-
-
-def _center_credit(group: Group) -> list[NDArray[np.float32] | None]:
-    """Return the advantages [R] of episodes whose turns are credited one by one, against the mean return of the group.
-
-    None: the response has advantages by its score.
-    """
-    returns = [response.parts.get("agent/return", 0.0) for response in group.responses]
-    baseline = np.float32(np.mean(returns))
-    advantages: list[NDArray[np.float32] | None] = []
-    for response in group.responses:
-        credit = response.credit
-        if credit is not None:
-            credit = credit - baseline
-        advantages.append(credit)
-    return advantages
 
 
 def _rewards(
@@ -383,8 +367,9 @@ def _sample_to_show(
     response = group.responses[index]
     versions = response.sampled_versions
     advantage: float | None = None
-    if sample is not None and sample.advantages is not None and sample.mask.any():
-        advantage = round(float(sample.advantages[sample.mask].mean()), 6)
+    advantages = sample and sample.advantages
+    if sample is not None and advantages is not None and sample.mask.any():
+        advantage = round(float(advantages[sample.mask].mean()), 6)
     row: dict[str, Any] = {
         "prompt_index": group.prompt_index,
         "index": index,
@@ -401,7 +386,7 @@ def _sample_to_show(
         "response": _decode(tokenizer, response.token_ids),
     }
     if response.mask is not None:
-        row["pieces"] = list_pieces(response, tokenizer)
+        row["pieces"] = list_pieces(response, tokenizer, advantages)
     return row
 
 
