@@ -38,7 +38,6 @@ from .journal import (
     restore_session as restore_session,
 )
 from .launch import (
-    AgentFunction as AgentFunction,
     AgentResult as AgentResult,
     AgentTask as AgentTask,
     agent_environment as agent_environment,

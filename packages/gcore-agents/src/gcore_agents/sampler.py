@@ -1,6 +1,9 @@
-"""An engine as a session sees it: tokens in, and tokens with their log-probs and versions out."""
+"""An engine as a session sees it: tokens in, tokens with their log-probs and versions out; and the time that counts."""
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -57,3 +60,63 @@ class TokenSampler(Protocol):
             stop: strings that end the turn, which keeps them.
         """
         ...
+
+
+class SessionClock:
+    """The seconds that count for a session: none do while an engine holds its turns back.
+
+    Example:
+        >>> clock = SessionClock()
+        >>> start_s = clock.now_s()
+        >>> with clock.stopped():
+        ...     time.sleep(0.2)
+        >>> clock.now_s() - start_s < 0.2
+        True
+    """
+
+    def __init__(self) -> None:
+        self._num_stops = 0
+        self._stop_s = 0.0
+        self._uncounted_s = 0.0
+        self._limits: dict[asyncio.Timeout, float] = {}
+
+    def now_s(self) -> float:
+        """Return the time since any moment in the past."""
+        now_s = self._stop_s if self._num_stops else time.monotonic()
+        return now_s - self._uncounted_s
+
+    @contextmanager
+    def stopped(self) -> Generator[None]:
+        """Stop the clock inside the block, and all of its limits; blocks may overlap."""
+        if not self._num_stops:
+            self._stop_s = time.monotonic()
+        self._num_stops += 1
+        self._reschedule()
+        try:
+            yield
+        finally:
+            self._num_stops -= 1
+            if not self._num_stops:
+                self._uncounted_s += time.monotonic() - self._stop_s
+            self._reschedule()
+
+    @asynccontextmanager
+    async def limit(self, timeout_s: float) -> AsyncGenerator[None]:
+        """Raise `TimeoutError` when the block has taken so many seconds of this clock, as `asyncio.timeout` does."""
+        async with asyncio.timeout(None) as limit:
+            self._limits[limit] = self.now_s() + timeout_s
+            self._reschedule()
+            try:
+                yield
+            finally:
+                del self._limits[limit]
+
+    def _reschedule(self) -> None:
+        now_s = self.now_s()
+        for limit, end_s in self._limits.items():
+            if limit.expired():
+                continue
+            when_s = None
+            if not self._num_stops:
+                when_s = asyncio.get_running_loop().time() + end_s - now_s
+            limit.reschedule(when_s)
