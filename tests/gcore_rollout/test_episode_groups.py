@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine
 from numpy.typing import NDArray
 
 from gcore_rollout import (
@@ -113,7 +114,7 @@ async def test_an_episode_without_a_common_start_is_one_that_failed(on_error: An
         return make_episode(starts.popleft(), [5, 6])
 
     role = EpisodeRole(play=play, on_error=on_error)
-    policy: Any = None
+    policy: Any = FakeEngine()
     roles = RolloutRoles(policy=policy, reward=RewardRunner(score), tokenizer=None, episodes=role)
     sampling = SamplingParams(max_tokens=4)
     generation = Generation(roles=roles, sampling=sampling, n=2, seed=0, time_stage=nullcontext)

@@ -1,9 +1,12 @@
-"""`gcore-llm train` with agents whose engine gets new weights while they work, and the schedules that refuse them."""
+"""`gcore-llm train` with agents that work over several steps, in which their engine gets new weights."""
 
+import signal
 from pathlib import Path
 
 import pytest
 from command_line import Cli, option_set, read_rows, step_rows
+
+from gcore_ckpt import Checkpointer
 
 # Without an SDK, whose client takes longer to make than a step of training.
 AGENT = """
@@ -13,13 +16,13 @@ import time
 from urllib.parse import urlsplit
 
 
-def agent(task):
+def agent(task, num_turns=3, pause_s=0.2):
     url = urlsplit(task.base_url)
     headers = {"Authorization": f"Bearer {task.api_key}"}
     connection = http.client.HTTPConnection(url.netloc)
     messages = [{"role": "user", "content": f"{task.row['answer']}: "}]
     length = 0
-    for _ in range(3):
+    for _ in range(num_turns):
         body = json.dumps({"messages": messages, "max_tokens": 24})
         connection.request("POST", url.path + "/chat/completions", body, headers)
         [choice] = json.loads(connection.getresponse().read())["choices"]
@@ -29,9 +32,17 @@ def agent(task):
             {"role": "assistant", "content": text},
             {"role": "user", "content": " more: "},
         ]
-        time.sleep(0.2)
+        time.sleep(pause_s)
     connection.close()
     return float(length)
+
+
+def uneven(task):
+    # One agent of a group in three works for longer than a step.
+    is_long = task.row["answer"] % 3 == 0 and task.session.session_id.endswith("/1")
+    with open("started.txt", "a") as file:
+        print(task.session.session_id, file=file)
+    return agent(task, 6 if is_long else 1, 0.4 if is_long else 0.02)
 """
 
 
@@ -94,20 +105,82 @@ def test_async_changes_weights_in_the_middle_of_sessions(cli: Cli, agent_args: l
         assert row["training/rollout_log_probs_diff_max"] < 1e-4
 
 
+def use_uneven(args: list[str], *options: str) -> list[str]:
+    args = option_set(args, "--rollout.agent.run", "agents.py:uneven")
+    # Evaluations have sessions of the same names.
+    args = option_set(args, "--data.val-size", "0")
+    return [*args, "--rollout.partial-rollout", "True", "--trainer.log-samples", "1000", *options]
+
+
+def list_trained(run: Path) -> list[tuple[int, int]]:
+    """Return the prompt index and the index of each response that was trained on."""
+    return [(row["prompt_index"], row["index"]) for row in read_rows(run / "samples.jsonl")]
+
+
+def check_trained_once(run: Path) -> None:
+    trained = list_trained(run)
+    assert len(trained) == 5 * 8 * 4
+    assert len(set(trained)) == len(trained)
+
+
+@pytest.mark.slow
+def test_long_sessions_go_on_in_the_next_step(cli: Cli, agent_args: list[str]) -> None:
+    """No step waits for them, each prompt is trained on once, and engine and trainer agree as for single turns."""
+    cli.ok(*use_uneven(agent_args, "--trainer.save-freq", "10"))
+    run = cli.cwd / "runs/default"
+    check_trained_once(run)
+    rows = step_rows(run)
+    assert max(row["sampling/unfinished_groups"] for row in rows) > 0
+    compared = [row for row in rows if row["training/rollout_probs_diff_valid"]]
+    assert compared
+    for row in compared:
+        assert row["training/rollout_log_probs_diff_max"] < 1e-4
+    num_mixed = 0
+    for turns in turn_versions(run):
+        versions = [version for turn in turns for version in turn]
+        assert versions == sorted(versions)
+        num_mixed += len(set(versions)) > 1
+    assert num_mixed > 0
+    spans = [
+        row["weight_version"] - row["oldest_version"] for row in read_rows(run / "samples.jsonl")
+    ]
+    assert max(spans) > 0
+    # No session is played twice.
+    started = (cli.cwd / "started.txt").read_text().split()
+    assert len(set(started)) == len(started)
+
+
+@pytest.mark.slow
+def test_what_is_finished_outlives_a_run_that_is_killed(cli: Cli, agent_args: list[str]) -> None:
+    args = use_uneven(agent_args, "--trainer.save-freq", "1")
+    run = cli.cwd / "runs/default"
+
+    def has_mixed_session() -> bool:
+        return any(
+            len({version for turn in turns for version in turn}) > 1 for turns in turn_versions(run)
+        )
+
+    command = cli.start(*args)
+    command.wait_until(has_mixed_session)
+    command.send(signal.SIGKILL)
+    assert command.wait().code == -signal.SIGKILL
+    finished: dict[str, int] = {}
+    for file in (run / "sessions").glob("*.jsonl"):
+        for record in read_rows(file):
+            finished[record["key"].split()[0]] = int(file.name[:8])
+    reached = max(Checkpointer(run / "checkpoints").steps())
+    num_before = len((cli.cwd / "started.txt").read_text().split())
+    cli.ok(*args)
+    check_trained_once(run)
+    again = (cli.cwd / "started.txt").read_text().split()[num_before:]
+    assert not {name for name, step in finished.items() if step <= reached} & set(again)
+    # Those that were running are played again.
+    assert {f"{index}/{number}" for index, number in list_trained(run)} & set(again)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            ["train", "--rollout.partial-rollout", "True"],
-            "rollout.partial_rollout is true; expected false with several turns",
-        ),
-        (
-            [
-                *("train", "--rollout.tail-batching", "True"),
-                *("--rollout.over-sample-rate", "0.5"),
-            ],
-            "rollout.tail_batching is true; expected false with several turns",
-        ),
         (["simulate", "train"], "rollout makes several turns"),
     ],
 )

@@ -76,7 +76,7 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     """Most responses generated at once, by each replica."""
     partial_rollout: bool = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
-    step, under its weights: no step waits for the longest responses."""
+    step, under its weights: no step waits for the longest responses. Agents go on, and wait for their model."""
     tail_batching: bool = False
     """Defer prompts with a long response to a few long steps, each of a whole batch of them; all others are short, and
     sample some more prompts than they need. Every prompt is trained on once, by samples of the present weights."""
@@ -381,7 +381,6 @@ class TrainConfig(BaseRLConfig):
         conflicts: dict[str, dict[str, str]] = {}
         if rollout.partial_rollout:
             conflicts["rollout.partial_rollout"] = {
-                several_turns: "because an environment cannot wait for the next step",
                 greedy: "whose greedy responses are of the present weights",
             }
         if self.reward_model.is_pairwise:
@@ -393,7 +392,6 @@ class TrainConfig(BaseRLConfig):
             conflicts["rollout.tail_batching"] = {
                 overlapped: "whose batches are not by the present weights",
                 continued: "which continues long responses instead",
-                several_turns: "whose episodes end by other limits, too",
             }
         if self.takes_turns:
             conflicts["rollout.colocated"] = {

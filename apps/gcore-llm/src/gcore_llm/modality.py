@@ -50,6 +50,7 @@ from gcore_rollout import (
     Prompt,
     RewardRunner,
     RolloutRoles,
+    RunningEpisodes,
     SampledPart,
     sampled_metrics,
     sampled_part,
@@ -122,6 +123,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._source_key = config.distillation.read_column
         self._keeps_cache = config.trainer.schedule == "async"
         self._history = LengthHistory()
+        self._running: RunningEpisodes | None = None
         self.saves_evaluated = config.trainer.export == "best"
 
     @property
@@ -147,6 +149,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
         limit = self._sampling.max_tokens
         max_tokens = min(limit, wave.max_length or limit)
+        if wave.quota is not None and self._running is None:
+            self._running = RunningEpisodes(ctx.roles.policy)
         generation = Generation(
             roles=ctx.roles,
             sampling=replace(self._sampling, max_tokens=max_tokens),
@@ -156,6 +160,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
+            running=self._running,
             source_key=self._source_key,
             history=self._history,
             defers=max_tokens < limit,
@@ -174,7 +179,11 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         return Group.from_state(state)
 
     def restart(self, group: Group) -> Group:
-        return replace(group, responses=[])
+        return replace(group, responses=[], running_version=None)
+
+    async def close(self) -> None:
+        if self._running is not None:
+            await self._running.close()
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> SampledPart:
         del ctx

@@ -249,7 +249,12 @@ def scoring_roles(
     """
     journal = None
     if run is not None and config.rollout.agent.run:
-        journal = SessionJournal(run / "sessions", num_steps=config.trainer.save_freq)
+        max_age = 0
+        if config.rollout.partial_rollout or config.trainer.schedule == "async":
+            max_age = config.rollout.max_staleness
+        journal = SessionJournal(
+            run / "sessions", num_steps=config.trainer.save_freq, max_age=max_age
+        )
     episodes = make_episodes(
         config.rollout.agent,
         config.rollout.multi_turn,

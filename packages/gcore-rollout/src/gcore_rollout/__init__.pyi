@@ -88,6 +88,9 @@ from .engines.vllm.engine import (
 from .engines.vllm.process import (
     TiedHeadWorker as TiedHeadWorker,
 )
+from .episodes import (
+    RunningEpisodes as RunningEpisodes,
+)
 from .errors import (
     EngineDiedError as EngineDiedError,
     EngineModelError as EngineModelError,

@@ -5,12 +5,14 @@ from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
+from gcore_rollout.episodes import RunningEpisodes
 from gcore_rollout.errors import EpisodeError, RewardError
 from gcore_rollout.groups import (
     Group,
@@ -90,7 +92,7 @@ class EpisodeRole:
         (0, [])
     """
 
-    play: Callable[[Engine, Prompt, str, SamplingParams, int], Awaitable[Completion]]
+    play: Callable[[Engine, Prompt, str, SamplingParams, int], Coroutine[Any, Any, Completion]]
     """Plays an episode of a prompt's row, under a request id and with a seed: ``max_tokens`` bounds all of it. An
     `EpisodeError` if the episode fails."""
     on_error: OnError
@@ -177,6 +179,8 @@ class Generation:
     """Also score the responses of a group against each other, if there is a comparison."""
     quota: int | None = None
     """Number of generated groups after which the others are cut short; None: all are finished."""
+    running: RunningEpisodes | None = None
+    """Keeps the episodes that a quota has cut short, for the next call; None: they end with this one."""
     finished: Callable[[Group], object] | None = None
     """Called with each group, before any comparison, as soon as all its responses are scored."""
 
@@ -192,7 +196,9 @@ class Generation:
         self._pending: dict[int, _PendingGroup] = {}
         self._scoring: list[asyncio.Task[None]] = []
         self._num_generating = 0
+        self._num_complete = 0
         self._generated = asyncio.Event()
+        self._episodes = self.running or RunningEpisodes(self.roles.policy)
         self._greedy = replace(self.sampling, temperature=0.0)
         self.measured: list[MeasuredLength] = []
         self.deferred: list[int] = []
@@ -217,6 +223,8 @@ class Generation:
             The complete groups in the prompts' order, unfinished ones first, and those that were cut short; groups
             without all scores are dropped.
         """
+        self._enough: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._episodes.resume()
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 with self.time_stage("gen"):
@@ -230,11 +238,15 @@ class Generation:
                         # Other controllers may not have started yet: take theirs only after some of the own work.
                         await self._fewer_than(self._num_generating)
                     await self._fewer_than(1)
+                    await self._episodes.pause()
                 with self.time_stage("reward"):
                     await asyncio.gather(*self._scoring)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__
+        finally:
+            if self.running is None:
+                await self._episodes.close()
         self.deferred = []
         self.measured = []
         complete: list[tuple[Group, Prompt]] = []
@@ -244,8 +256,9 @@ class Generation:
             if pending.is_deferred:
                 self.deferred.append(index)
             elif pending.num_failed:
-                continue
-            elif group.aborted:
+                self._episodes.cancel(index)
+            elif pending.missing:
+                group.running_version = self._episodes.oldest_version(index)
                 cut_short.append(group)
             else:
                 self.measured.append(measure_length(pending.prompt, group.lengths.tolist()))
@@ -284,6 +297,11 @@ class Generation:
     def _continue(self, before: Group, prompt: Prompt) -> "_PendingGroup":
         """Return a group that another call has left unfinished, with the responses that are complete."""
         pending = self._pending_group(before.prompt_index, prompt)
+        if before.running_version is None:
+            self._episodes.cancel(before.prompt_index)
+        if before.prompt_ids.size:
+            # That of episodes differs from the row's.
+            pending.group.prompt_ids = before.prompt_ids
         for response in before.responses:
             if response.finish_reason == "abort":
                 pending.prefixes.append(response)
@@ -311,7 +329,7 @@ class Generation:
             groups.sort(key=lambda group: -(group.expected_tokens or max_tokens))
         if self.roles.episodes is not None:
             for group in groups:
-                for index in range(self.n):
+                for index in group.missing:
                     self._launch(1, self._play(self.roles.episodes, group, index))
                 if self.with_greedy:
                     self._launch(1, self._play(self.roles.episodes, group, None))
@@ -352,8 +370,6 @@ class Generation:
 
     async def _complete(self, requests: list[Request]) -> None:
         """Generate, and start to score each response as soon as it is complete."""
-        num_complete = 0
-        is_cut = False
         async for completion in self.roles.policy.generate(requests):
             group = self._pending[int(completion.request_id.removesuffix("/greedy"))]
             if self.defers and completion.finish_reason == "length" and not group.is_deferred:
@@ -372,13 +388,19 @@ class Generation:
             self._end_of_response()
             if completion.request_id.endswith("/greedy"):
                 continue
-            group.missing.remove(completion.index)
-            num_complete += not group.missing
-            if self.quota is not None and num_complete >= self.quota and not is_cut:
-                is_cut = True
+            if self._is_last(group, completion.index):
                 await self.roles.policy.abort(
                     [str(p.prompt_index) for p in self._pending.values() if p.missing]
                 )
+
+    def _is_last(self, group: "_PendingGroup", index: int) -> bool:
+        """Count a generated response, and return whether the quota is reached with it."""
+        group.missing.remove(index)
+        self._num_complete += not (group.missing or group.num_failed)
+        if self.quota is None or self._num_complete < self.quota or self._enough.done():
+            return False
+        self._enough.set_result(None)
+        return True
 
     async def _reward_text(self, group: "_PendingGroup", text: str) -> Scored | None:
         """Return the reward's score; None: it failed, and the group is dropped."""
@@ -407,27 +429,17 @@ class Generation:
 
     async def _play(self, role: EpisodeRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
-        name = str(index)
-        sampling = self.sampling
-        seed_index = index
-        if index is None:
-            name = "greedy"
-            sampling = self._greedy
-            # The hash of None differs between processes.
-            seed_index = self.n
         try:
-            episode = await role.play(
-                self.roles.policy,
-                group.prompt,
-                f"{group.prompt_index}/{name}",
-                sampling,
-                hash((self.seed, group.prompt_index, seed_index)),
-            )
+            episode = await self._finish_episode(role, group, index)
         except EpisodeError as error:
             self._count_failure(role, group, error)
             return
         finally:
             self._end_of_response()
+        if episode is None:
+            return
+        if index is not None:
+            self._is_last(group, index)
         if role.is_scored:
             # The run's reward has scored the turns.
             role.failures.succeeded()
@@ -442,6 +454,35 @@ class Generation:
             self._add(group, replace(episode, index=index or 0), scored)
         except EpisodeError as error:
             self._count_failure(role, group, error)
+
+    async def _finish_episode(
+        self, role: EpisodeRole, group: "_PendingGroup", index: int | None
+    ) -> Completion | None:
+        """Return an episode; None: it is still running when there are enough groups, or its group is deferred."""
+        name = str(index)
+        sampling = self.sampling
+        seed_index = index
+        if index is None:
+            name = "greedy"
+            sampling = self._greedy
+            # The hash of None differs between processes.
+            seed_index = self.n
+        request_id = f"{group.prompt_index}/{name}"
+        seed = hash((self.seed, group.prompt_index, seed_index))
+        policy: Any = self._episodes
+        play = partial(role.play, policy, group.prompt, request_id, sampling, seed)
+        task = self._episodes.start(group.prompt_index, request_id, play)
+        await asyncio.wait([task, self._enough], return_when=asyncio.FIRST_COMPLETED)
+        if task.cancelled() or not task.done():
+            return None
+        self._episodes.forget(group.prompt_index, request_id)
+        episode = task.result()
+        if self.defers and (
+            episode.end == "length" or episode.token_ids.size >= sampling.max_tokens
+        ):
+            group.is_deferred = True
+            self._episodes.cancel(group.prompt_index)
+        return None if group.is_deferred else episode
 
     def _count_failure(
         self, role: EpisodeRole, group: "_PendingGroup", error: EpisodeError

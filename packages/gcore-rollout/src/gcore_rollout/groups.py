@@ -44,6 +44,8 @@ class Group:
     """Images of the prompt."""
     source: str = ""
     """The prompt's row in the column `Generation.source_key`; empty: there is none."""
+    running_version: int | None = None
+    """Oldest weights that episodes of the group which are still running started with; None: none is to be continued."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -51,6 +53,8 @@ class Group:
         versions = np.concatenate(
             [np.zeros(0, np.int32), *(r.sampled_versions for r in self.responses)]
         )
+        if self.running_version is not None:
+            versions = np.append(versions, self.running_version)
         if not versions.size:
             return None
         return int(versions.min())
@@ -99,9 +103,9 @@ class Group:
         return np.array([r.token_ids.size for r in self.responses])
 
     def state(self) -> dict[str, Any]:
-        """Return plain arrays and numbers for a checkpoint."""
+        """Return plain arrays and numbers for a checkpoint; running episodes start again from their row."""
         state = {"ticket": self.prompt_index, **vars(self)}
-        del state["prompt_index"]
+        del state["prompt_index"], state["running_version"]
         state["responses"] = [r.state() for r in self.responses]
         state["images"] = self.images and self.images.state()
         return state

@@ -77,7 +77,8 @@ class AgentConfig(Checked, section="rollout.agent"):
     Empty: no agent."""
     timeout_s: Positive = 600.0
     """Seconds of an agent's work on a row; then its calls are answered by a text that ends its loop. One that works
-    for as long again, or a minute, has failed; see reward_calls."""
+    for as long again, or a minute, has failed; see reward_calls. With rollout.partial_rollout, time in which its calls
+    wait for the next step does not count."""
     max_concurrency: NonNegative = 0
     """Most agents at once in a controller; 0: four commands a CPU, and functions without a limit."""
     credit: str = "session"

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -150,6 +151,8 @@ class EngineSampler:
 
     engine: Engine
     sampling: SamplingParams
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns the context in which turns wait while `RunningEpisodes` holds them back."""
     error: RolloutError | None = None
     """Why the engine failed; the run's to handle, not the agent's."""
     num_turns: int = 0
@@ -175,6 +178,7 @@ class EngineSampler:
                 seed=seed,
             )
             while True:
+                await self._wait_for_engine()
                 [completion] = [c async for c in self.engine.generate([request])]
                 if completion.finish_reason != "abort":
                     break
@@ -190,6 +194,12 @@ class EngineSampler:
             weight_versions=completion.weight_versions.tolist(),
             finish_reason=completion.finish_reason,
         )
+
+    async def _wait_for_engine(self) -> None:
+        resumed: asyncio.Event | None = getattr(self.engine, "resumed", None)
+        if resumed is not None and not resumed.is_set():
+            with self.waiting():
+                await resumed.wait()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -237,6 +247,7 @@ class EpisodePlayer:
             seed=seed,
             stop=sampling.stop,
         )
+        sampler.waiting = session.clock.stopped
         version = policy.weight_version
         step = version - self.num_versions_skipped
         # Evaluations have the same ids, for other prompts or temperatures.
@@ -245,7 +256,8 @@ class EpisodePlayer:
         if self.journal is not None:
             record = self.journal.find(key, step=step)
             if record is not None:
-                turns = restore_session(session, record, version=version)
+                began = version - step + record["step"]
+                turns = restore_session(session, record, version=began)
                 return self._make_completion(session, turns)
         try:
             turns = await self.drive(session, prompt)

@@ -108,7 +108,9 @@ def start_trainer(
 ) -> SharedTrainerGroup[MicroBatch]:
     """Load the models in training, in this process or on ranks in local processes."""
     # The calls of agents are answered in this process, also while it trains.
-    is_asked = bool(config.rollout.agent.run) and config.trainer.schedule != "sync"
+    rollout = config.rollout
+    goes_on = rollout.partial_rollout or config.trainer.schedule != "sync"
+    is_asked = rollout.has_several_turns and goes_on
     return start_ranks(
         LLMTrainerWorker, config, config.trainer, model, checkpoints, in_thread=is_asked
     )

@@ -105,11 +105,14 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         if not start.is_evaluated:
             await self.evaluate(start.first_step)
         self._forget_times()
-        async with self._batches.running():
-            for step in range(start.first_step + 1, config.total_steps + 1):
-                await self.step(step)
-                if step % config.test_freq == 0 or step == config.total_steps:
-                    await self.evaluate(step)
+        try:
+            async with self._batches.running():
+                for step in range(start.first_step + 1, config.total_steps + 1):
+                    await self.step(step)
+                    if step % config.test_freq == 0 or step == config.total_steps:
+                        await self.evaluate(step)
+        finally:
+            await self.modality.close()
 
     async def step(self, step: int) -> None:
         """Make one step, on all controllers together."""

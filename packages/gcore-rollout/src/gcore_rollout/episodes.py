@@ -1,0 +1,113 @@
+"""Episodes that may take longer than the call that started them, and an engine that can hold their requests back."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gcore_rollout.engines.protocol import Completion, Engine, Request
+
+_ABORT_AGAIN_S = 1.0
+
+
+class RunningEpisodes:
+    """The running episodes of one controller, and the policy's engine as they see it.
+
+    After `pause` requests of episodes wait, and those that the engine works on are aborted: an episode continues them
+    after `resume`, with the tokens that they have, and sees only a slower answer. Other requests of the engine, such as
+    those of an evaluation, are not affected.
+
+    Example:
+        >>> async def main() -> int:
+        ...     engine = HFEngine.from_pretrained("model")
+        ...     episodes = RunningEpisodes(engine)
+        ...     request = Request(request_id="a", prompt_token_ids=(40,), sampling=SamplingParams(max_tokens=3))
+        ...     [completion] = [completion async for completion in episodes.generate([request])]
+        ...     await episodes.close()
+        ...     await engine.close()
+        ...     return completion.work
+        >>> asyncio.run(main())
+        3
+    """
+
+    def __init__(self, policy: Engine) -> None:
+        self._policy = policy
+        self._tasks: dict[int, dict[str, asyncio.Task[Completion]]] = {}
+        """By prompt index and request id."""
+        self._versions: dict[int, int] = {}
+        """Oldest weights that running episodes of a prompt started with."""
+        self._cancelled: set[asyncio.Task[Completion]] = set()
+        self._in_flight: set[str] = set()
+        self._idle = asyncio.Event()
+        self.resumed = asyncio.Event()
+        """Set unless requests are held back."""
+        self.resumed.set()
+
+    @property
+    def weight_version(self) -> int:
+        return self._policy.weight_version
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        """Yield the samples of some requests of an episode, see `Engine.generate`, unless they are held back."""
+        await self.resumed.wait()
+        ids = {request.request_id for request in requests}
+        self._in_flight |= ids
+        self._idle.clear()
+        try:
+            async for completion in self._policy.generate(requests):
+                yield completion
+        finally:
+            self._in_flight -= ids
+            if not self._in_flight:
+                self._idle.set()
+
+    async def pause(self) -> None:
+        """Hold requests back, and return when the engine has none of the episodes'."""
+        self.resumed.clear()
+        while self._in_flight:
+            await self._policy.abort(sorted(self._in_flight))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ABORT_AGAIN_S):
+                    await self._idle.wait()
+
+    def resume(self) -> None:
+        """Let requests through. Idempotent."""
+        self.resumed.set()
+
+    def start(
+        self,
+        prompt_index: int,
+        request_id: str,
+        play: Callable[[], Coroutine[Any, Any, Completion]],
+    ) -> asyncio.Task[Completion]:
+        """Return the task of an episode, which is started unless an earlier call has done so."""
+        tasks = self._tasks.setdefault(prompt_index, {})
+        if request_id not in tasks:
+            tasks[request_id] = asyncio.create_task(play())
+            self._versions.setdefault(prompt_index, self.weight_version)
+        return tasks[request_id]
+
+    def forget(self, prompt_index: int, request_id: str) -> None:
+        """Drop an episode that has ended."""
+        tasks = self._tasks.get(prompt_index, {})
+        tasks.pop(request_id, None)
+        if not tasks:
+            self.cancel(prompt_index)
+
+    def oldest_version(self, prompt_index: int) -> int | None:
+        """Return the oldest weights of the running episodes of a prompt; None: none is running."""
+        return self._versions.get(prompt_index)
+
+    def cancel(self, prompt_index: int) -> None:
+        """Cancel the running episodes of a prompt."""
+        self._versions.pop(prompt_index, None)
+        for task in self._tasks.pop(prompt_index, {}).values():
+            self._cancelled.add(task)
+            task.add_done_callback(self._cancelled.discard)
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all episodes, and wait for their end. Idempotent."""
+        for prompt_index in list(self._tasks):
+            self.cancel(prompt_index)
+        await asyncio.gather(*self._cancelled, return_exceptions=True)
