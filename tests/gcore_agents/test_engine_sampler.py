@@ -5,27 +5,44 @@ from typing import Any
 
 import numpy as np
 import openai
+import pytest
 from engine_oracles import TinyModel, reference_log_probs, until_sampled
 from fake_engine import FakeEngine
 from scripted import make_tokenizer
 
 from gcore_agents import AgentServer, ChatEncoder, Session, SessionBudget
 from gcore_llm.agents.episodes import EngineSampler
-from gcore_rollout import EngineReplicas, HFEngine, Request, SamplingParams
+from gcore_rollout import EngineReplicas, HFEngine, Request, RunningEpisodes, SamplingParams
 
 PROMPT = (7, 30, 8, 41)
 
 
-async def test_a_turn_through_which_weights_change(tied: TinyModel) -> None:
+@pytest.mark.parametrize("paused", ["engine", "episodes"])
+async def test_a_turn_through_which_weights_change(tied: TinyModel, paused: str) -> None:
     """Each token has the version and the log-prob of the weights that sampled it."""
-    engine = HFEngine.from_pretrained(tied.path, eos_token_ids=[])
-    sampler = EngineSampler(engine=engine, sampling=SamplingParams(max_tokens=1))
+    engine: Any = HFEngine.from_pretrained(tied.path, eos_token_ids=[])
+    episodes: Any = RunningEpisodes(engine)
+    sampler = EngineSampler(
+        engine=engine if paused == "engine" else episodes, sampling=SamplingParams(max_tokens=1)
+    )
     turn = asyncio.create_task(sampler.sample(PROMPT, session="a", seed=3, max_tokens=40))
     await until_sampled(engine, 12)
-    await engine.pause()
-    await engine.abort()
+    if paused == "engine":
+        await engine.pause()
+        await engine.abort()
+    else:
+        await episodes.pause()
+        # The engine is free: it may sleep, and serves others meanwhile.
+        await engine.sleep()
+        await engine.wake()
+        other = Request(request_id="b", prompt_token_ids=PROMPT, sampling=sampler.sampling)
+        assert [c.finish_reason async for c in engine.generate([other])] == ["length"]
     await engine.update_weights(tied.new.state_dict().items(), version=1)
-    await engine.resume()
+    assert not turn.done()
+    if paused == "engine":
+        await engine.resume()
+    else:
+        episodes.resume()
     sampled = await turn
     num_old = list(sampled.weight_versions).count(0)
     assert 12 <= num_old < 40

@@ -77,3 +77,17 @@ async def test_sessions_of_old_steps_are_removed(tmp_path: Path) -> None:
         journal.add("a", await work("One."), step=step, version=step, turns=[])
     journal.close()
     assert sorted(int(file.name[:8]) for file in tmp_path.iterdir()) == [2, 3, 4]
+
+
+async def test_sessions_may_have_begun_in_earlier_steps(tmp_path: Path) -> None:
+    """The newest one counts, and files are kept for as much longer."""
+    journal = SessionJournal(tmp_path, num_steps=1, max_age=2)
+    for step in (4, 5, 8):
+        journal.add("a", await work("One."), step=step, version=step, turns=[str(step)])
+    journal.close()
+    later = SessionJournal(tmp_path, num_steps=1, max_age=2)
+    for step, expected in ((5, 5), (7, 5), (8, 8), (10, 8)):
+        record = later.find("a", step=step)
+        assert record is not None
+        assert (record["step"], record["turns"]) == (expected, [str(expected)])
+    assert later.find("a", step=11) is None

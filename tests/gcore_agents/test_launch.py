@@ -219,3 +219,26 @@ async def test_a_plain_function_may_stop_an_iteration() -> None:
 
     with pytest.raises(AgentFailedError, match="StopIteration"):
         await run_function(take_next, make_task(), timeout_s=5)
+
+
+async def test_time_in_which_an_engine_holds_turns_back_does_not_count() -> None:
+    """Neither for the agent nor for its calls; any other time does."""
+    task = make_task()
+    clock = task.session.clock
+
+    async def waits(task: AgentTask) -> float:
+        start_s = clock.now_s()
+        with clock.stopped():
+            await asyncio.sleep(0.5)
+        assert clock.now_s() - start_s < 0.2
+        return 1.0
+
+    await run_function(waits, task, timeout_s=0.3)
+    assert task.session.score == 1.0
+
+    async def works(task: AgentTask) -> None:
+        await waits(task)
+        await asyncio.sleep(60)
+
+    with pytest.raises(AgentFailedError, match=r"works took longer than 0\.3 s"):
+        await run_function(works, make_task(), timeout_s=0.3)

@@ -1,8 +1,12 @@
-"""Groups of episodes: their common prompt, and episodes that have none."""
+"""Groups of episodes: their common prompt, and episodes that have none, take long or are long."""
 
+import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,7 @@ from gcore_rollout import (
     Prompt,
     RewardRunner,
     RolloutRoles,
+    RunningEpisodes,
     SamplingParams,
 )
 from gcore_rollout.groups import share_prompt
@@ -126,3 +131,120 @@ async def test_an_episode_without_a_common_start_is_one_that_failed(on_error: An
         assert await generation.run(prompts) == ([], [])
         [failure] = role.failures.drain()[1]
         assert failure.kind.startswith("EpisodeError")
+
+
+class Players:
+    """Plays episodes of one token, which end when the test says so."""
+
+    def __init__(self, failing: Sequence[str] = (), sizes: Sequence[int] = ()) -> None:
+        self.num_started = Counter[str]()
+        self.num_cancelled = Counter[str]()
+        self.may_end: dict[str, asyncio.Event] = {}
+        self._failing = failing
+        self._sizes = sizes
+
+    async def play(
+        self, policy: Engine, prompt: Prompt, request_id: str, sampling: SamplingParams, seed: int
+    ) -> Completion:
+        del policy, prompt, sampling, seed
+        self.num_started[request_id] += 1
+        try:
+            await self.may_end.setdefault(request_id, asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            self.num_cancelled[request_id] += 1
+            raise
+        if request_id in self._failing:
+            raise EpisodeError(request_id)
+        size = self._sizes[int(request_id[0])] if self._sizes else 1
+        return make_episode([1, 7], [5] * size)
+
+    def let_end(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.may_end.setdefault(request_id, asyncio.Event()).set()
+
+    def roles(self, engine: Any) -> RolloutRoles:
+        role = EpisodeRole(play=self.play, on_error="drop")
+        return RolloutRoles(
+            policy=engine, reward=RewardRunner(score), tokenizer=None, episodes=role
+        )
+
+
+def make_generation(players: Players, engine: Any, **options: Any) -> Generation:
+    roles = players.roles(engine)
+    return Generation(
+        roles=roles, sampling=SAMPLING, n=2, seed=0, time_stage=nullcontext, **options
+    )
+
+
+SAMPLING = SamplingParams(max_tokens=4)
+PROMPTS = [(i, Prompt(text="", token_ids=(1,), row={})) for i in range(3)]
+
+
+async def test_episodes_that_a_quota_cuts_short_go_on() -> None:
+    """They belong to the next call; a group that failed is not played on, nor is one that is to start again."""
+    players = Players(failing=["2/0"])
+    engine = FakeEngine(version=3)
+    running = RunningEpisodes(engine)
+    players.let_end("0/0", "0/1", "1/0", "2/0")
+    [first], [second] = await make_generation(players, engine, quota=1, running=running).run(
+        PROMPTS
+    )
+    assert (first.prompt_index, second.prompt_index) == (0, 1)
+    assert [response.index for response in second.responses] == [0]
+    assert (second.running_version, second.oldest_version) == (3, 0)
+    await asyncio.sleep(0)
+    assert players.num_cancelled == {"2/1": 1}
+    # A checkpoint has what is finished, and those that are running start again.
+    restored = Group.from_state(second.state())
+    assert restored.running_version is None
+    assert len(restored.responses) == 1
+
+    players.let_end("1/1")
+    engine.weight_version = 4
+    unfinished = [(second, PROMPTS[1][1])]
+    groups, cut_short = await make_generation(players, engine, quota=1, running=running).run(
+        unfinished=unfinished
+    )
+    [whole] = groups
+    assert not cut_short
+    assert [response.index for response in whole.responses] == [0, 1]
+    assert whole.prompt_ids.tolist() == [1, 7]
+    assert set(players.num_started.values()) == {1}
+
+    again = replace(whole, responses=[], running_version=None)
+    players.may_end.clear()
+    running.start(1, "1/0", lambda: players.play(engine, PROMPTS[1][1], "1/0", SAMPLING, 0))
+    await asyncio.sleep(0)
+    players.let_end("1/1")
+    old_event = players.may_end.pop("1/0")
+    players.let_end("1/0")
+    [whole], _ = await make_generation(players, engine, quota=1, running=running).run(
+        unfinished=[(again, PROMPTS[1][1])]
+    )
+    assert not old_event.is_set()
+    assert [response.index for response in whole.responses] == [0, 1]
+    assert players.num_cancelled["1/0"] == 1
+    await running.close()
+
+
+async def test_running_episodes_end_with_the_run() -> None:
+    players = Players()
+    running = RunningEpisodes(FakeEngine())
+    for index, prompt in PROMPTS:
+        name = f"{index}/0"
+        running.start(index, name, partial(players.play, FakeEngine(), prompt, name, SAMPLING, 0))
+    await asyncio.sleep(0)
+    await running.close()
+    assert players.num_cancelled == {"0/0": 1, "1/0": 1, "2/0": 1}
+
+
+async def test_a_long_episode_defers_its_prompt() -> None:
+    """The others of its group are not played to their end."""
+    players = Players(sizes=[3, 4, 3])
+    players.let_end("0/0", "0/1", "1/0", "2/0", "2/1")
+    generation = make_generation(players, FakeEngine(), defers=True)
+    groups, cut_short = await generation.run(PROMPTS)
+    assert [group.prompt_index for group in groups] == [0, 2]
+    assert not cut_short
+    assert generation.deferred == [1]
+    assert players.num_cancelled == {"1/1": 1}
