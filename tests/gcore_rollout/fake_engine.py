@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,6 +250,21 @@ def sleep_for_ever() -> FakeEngine:
 def be_killed() -> FakeEngine:
     os.kill(os.getpid(), signal.SIGKILL)
     return FakeEngine()
+
+
+class BlockingEngine(FakeEngine):
+    """Its updates block the event loop for eight seconds; to version 9, its process is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Which would otherwise block it when the first weights are unpickled.
+        import_module("gcore_rollout.weight_sync.weight_references")
+
+    async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        if version == 9:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(8)
+        await super().update_weights(weights, version=version)
 
 
 async def make_slow_engine() -> FakeEngine:

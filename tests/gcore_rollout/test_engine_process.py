@@ -18,7 +18,15 @@ import pytest
 import pytest_asyncio
 import torch
 from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
-from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
+from fake_engine import (
+    BlockingEngine,
+    FakeEngine,
+    be_killed,
+    make_owner,
+    make_slow_engine,
+    report,
+    sleep_for_ever,
+)
 
 from gcore_rollout import (
     EngineDiedError,
@@ -374,6 +382,13 @@ async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang() -> None:
     ):
         await collect(engine, make_request("hang", 2))
     assert not is_alive(engine.pid)
+    await engine.close()
+
+
+async def test_an_update_may_block_a_process_for_longer() -> None:
+    engine = await start(BlockingEngine, heartbeat_timeout_s=1.0)
+    await engine.update_weights([("w", torch.ones(1))], version=1)
+    assert len(await collect(engine, make_request("r", 2))) == 1
     await engine.close()
 
 

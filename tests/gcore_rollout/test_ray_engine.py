@@ -15,7 +15,7 @@ import pytest_asyncio
 import ray
 import torch
 from engine_oracles import TinyModel, collect, first_then_abandon, make_request
-from fake_engine import FakeEngine, be_killed, make_slow_engine, sleep_for_ever
+from fake_engine import BlockingEngine, FakeEngine, be_killed, make_slow_engine, sleep_for_ever
 from faulty_engines import TENSOR
 from ray import cloudpickle
 from ray_cluster import ray_cluster
@@ -244,6 +244,23 @@ async def test_hung_actor_is_killed_and_a_busy_client_is_no_hang(actor: Any) -> 
     again = await RayEngine.connect(actor)
     assert pid_of(again) != pid_of(engine)
     await again.close()
+
+
+async def test_an_update_may_block_an_actor_for_longer() -> None:
+    """For each of its clients; but an actor that is stopped meanwhile, which answers in no thread, is killed."""
+    handle = start(BlockingEngine)
+    engine = await RayEngine.connect(handle, heartbeat_timeout_s=3.0)
+    other = await RayEngine.connect(handle, heartbeat_timeout_s=3.0)
+    running = asyncio.create_task(collect(other, make_request("r", 2, max_tokens=3)))
+    weights = [("w", torch.ones(1))]
+    await engine.update_weights(weights, version=1)
+    assert len(await running) == 1
+    assert len(await collect(other, make_request("r", 2))) == 1
+    with pytest.raises(EngineDiedError, match=r"died: it was silent for 3.0 s, and killed"):
+        await engine.update_weights(weights, version=9)
+    await engine.close()
+    await other.close()
+    await handle.end()
 
 
 async def test_clients_in_two_processes(actor: Any, slow: RayEngine, other_process: Any) -> None:

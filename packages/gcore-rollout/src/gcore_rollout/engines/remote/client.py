@@ -40,7 +40,8 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
 
     When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
     every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
-    step of the engine, while a step compiles, and while weights are copied: be generous.
+    step of the engine and while a step compiles: be generous. In other calls, such as
+    `update_weights`, it may be silent ten times as long.
 
     Attributes:
         pid: The process id there.
@@ -180,13 +181,20 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
 
     async def _watch(self) -> None:
         """End the process when it has been silent for too long."""
-        interval_s = min(session.BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
-        while self._silent_s < self._heartbeat_timeout_s:
+        timeout_s = self._heartbeat_timeout_s
+        interval_s = min(session.BEAT_INTERVAL_S, timeout_s / 4)
+        while self._silent_s < timeout_s or (
+            self._silent_s < session.CONTROL_PATIENCE * timeout_s and await self._is_controlled()
+        ):
             await asyncio.sleep(interval_s)
             # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
             # turn.
             self._silent_s += interval_s
-        self._end_silent(f"silent for {self._heartbeat_timeout_s} s")
+        self._end_silent(f"silent for {self._silent_s:.1f} s")
+
+    async def _is_controlled(self) -> bool:
+        """Return whether calls other than `generate` are in progress, which may block the engine's event loop."""
+        return bool(self._replies)
 
 
 def new_future() -> "asyncio.Future[Any]":

@@ -15,6 +15,7 @@ from uuid import uuid4
 from gcore_rollout.engines.protocol import EngineStats
 from gcore_rollout.engines.remote.session import (
     BEAT_INTERVAL_S,
+    CONTROL_PATIENCE,
     AnyEngine,
     CallFailed,
     EngineCall,
@@ -29,8 +30,9 @@ from gcore_rollout.errors import EngineDiedError
 if TYPE_CHECKING:
     from gcore_rollout.weight_sync.updates import WeightMirror
 
-_CLIENT_PATIENCE = 5.0
-"""An actor waits for a silent client this many times as long as it may be silent itself."""
+_CLIENT_PATIENCE = CONTROL_PATIENCE + 2
+"""An actor waits for a silent client this many times as long as it may be silent itself: it hears of no client while a
+call blocks its event loop."""
 _RESTARTED = "it was restarted: connect again"
 
 
@@ -114,6 +116,10 @@ class EngineActor:
 
     async def incarnation(self) -> Incarnation:
         return self._incarnation
+
+    async def is_controlled(self) -> bool:
+        """Return whether any client's calls other than `Engine.generate` are in progress."""
+        return any(session.controls for session in list(self._sessions.values()))
 
     async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | CallFailed:
         """Make an engine by this factory in place of any other, again if that failed, and return its incarnation."""

@@ -37,6 +37,8 @@ _MAX_CONCURRENCY = 100_000
 _MAX_STARTS = 3
 _RETRY_S = 0.1
 _END_POLL_S = 0.02
+_NEWS = "news"
+"""The concurrency group of the call that is answered while the actor's event loop is blocked: it has a thread."""
 
 Factory = Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]]
 
@@ -77,7 +79,7 @@ class EngineHandle:
             options: of `ray.remote`, such as num_cpus (default: 1), num_gpus, resources, name and scheduling_strategy.
         """
         check_start_options(num_threads=num_threads)
-        make: Any = ray.remote(EngineActor)
+        make: Any = ray.remote(concurrency_groups={_NEWS: 1})(EngineActor)  # pyright: ignore[reportCallIssue, reportUnknownMemberType]
         fixed = {"max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
         options = {"num_cpus": 1.0, **options, **fixed}
         return cls(make.options(**options).remote(num_threads), _pickle_factory(factory))
@@ -177,7 +179,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
         Args:
             handle: from `EngineHandle.start`.
-            heartbeat_timeout_s: how long the actor may be silent; it waits five times as long for this client.
+            heartbeat_timeout_s: how long the actor may be silent; it waits twelve times as long for this client.
 
         Raises:
             EngineStartError: it was not ready in time.
@@ -251,6 +253,12 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         )
         # If the actor is gone, the stream of its answers says so.
         reply.future().add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _is_controlled(self) -> bool:
+        call = self._actor.is_controlled.options(concurrency_group=_NEWS).remote()
+        with suppress(TimeoutError, RayError):
+            return await asyncio.wait_for(call, END_TIMEOUT_S)
+        return False
 
     def _end_silent(self, reason: str) -> None:
         self._end(f"it was {reason}, and killed")

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 STATS_INTERVAL_S = 0.02
 BEAT_INTERVAL_S = 0.25
+CONTROL_PATIENCE = 10.0
+"""A remote engine may be silent this many times longer during a call other than `Engine.generate`: an update blocks its
+event loop for minutes if the model is large."""
 
 AnyEngine = Engine[AnyRequest, AnySample]
 
@@ -165,6 +168,8 @@ class EngineSession:
         self._read = read
         self._finished: Finished = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.controls: set[int] = set()
+        """Ids of the calls in progress other than `Engine.generate`."""
         self._is_called = asyncio.Event()
 
     def take(self, call_id: int, message: EngineCall) -> None:
@@ -174,6 +179,7 @@ class EngineSession:
                 self.start(call_id, self._update(self._read(source), options["version"]))
             case RemoteCall(method, arguments) if method is Engine.generate:
                 self.start(call_id, self._generate(call_id, *arguments))
+                self.controls.discard(call_id)
             case RemoteCall():
                 self.start(call_id, self._call(message))
             case None:
@@ -185,7 +191,9 @@ class EngineSession:
         """Start work whose result or exception is the answer to a call."""
         task = asyncio.create_task(self._answer(call_id, work))
         self._tasks[call_id] = task
+        self.controls.add(call_id)
         task.add_done_callback(lambda _: self._tasks.pop(call_id))
+        task.add_done_callback(lambda _: self.controls.discard(call_id))
 
     def abandon(self) -> "dict[int, asyncio.Task[None]]":
         """Cancel all calls without an answer; return the tasks by id."""
