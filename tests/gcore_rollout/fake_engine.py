@@ -252,6 +252,15 @@ def be_killed() -> FakeEngine:
     return FakeEngine()
 
 
+def make_when_free(holder: Path) -> FakeEngine:
+    """Make an engine unless this file is there, like vLLM while another process has the GPU's memory."""
+    if holder.exists():
+        raise ValueError(
+            "Free memory on device cuda:0 (3.5/79.2 GiB) on startup is less than desired GPU memory utilization"
+        )
+    return FakeEngine()
+
+
 class BlockingEngine(FakeEngine):
     """Its updates block the event loop for eight seconds; to version 9, its process is stopped."""
 

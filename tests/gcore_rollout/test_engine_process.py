@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import pickle
 import signal
 import socket
 import time
@@ -24,6 +25,7 @@ from fake_engine import (
     be_killed,
     make_owner,
     make_slow_engine,
+    make_when_free,
     report,
     sleep_for_ever,
 )
@@ -37,8 +39,10 @@ from gcore_rollout import (
     RolloutError,
     SharedWeights,
     VLLMEngine,
+    start_replicas,
 )
 from gcore_rollout.engines.registry import PRELOAD_VLLM
+from gcore_rollout.engines.remote import session
 from gcore_rollout.engines.remote.fork_server import Channel
 
 pytestmark = [
@@ -383,6 +387,40 @@ async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang() -> None:
         await collect(engine, make_request("hang", 2))
     assert not is_alive(engine.pid)
     await engine.close()
+
+
+async def test_a_replacement_waits_for_the_memory_of_the_dead_engine(tmp_path: Path) -> None:
+    holder = tmp_path / "holder"
+    lines: list[str] = []
+    pool = await start_replicas(
+        lambda _: partial(make_when_free, holder),
+        2,
+        num_threads=1,
+        preload=(*PRELOAD_VLLM, "fake_engine"),
+        announce=lines.append,
+    )
+    holder.touch()
+    with pytest.raises(EngineDiedError):
+        await collect(pool.engines[0], make_request("be killed", 2))
+    assert len(await collect(pool, make_request("r", 2, n=2))) == 2
+    await until(lambda: len(lines) == 1)
+    await asyncio.sleep(1.5)
+    holder.unlink()
+    await until(lambda: pool.num_serving == 2)
+    assert len(lines) == 1
+    await pool.close()
+
+
+async def test_memory_is_waited_for_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_MAX_ATTEMPTS", 2)
+    factory = pickle.dumps(partial(make_when_free, tmp_path))
+    with pytest.raises(
+        EngineStartError,
+        match=r"^memory was short in 2 attempts to make the engine: .*\(3.5/79.2 GiB",
+    ):
+        await session.make_engine(factory, None)
 
 
 async def test_an_update_may_block_a_process_for_longer() -> None:

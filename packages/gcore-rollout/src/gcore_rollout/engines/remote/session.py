@@ -1,9 +1,11 @@
 """The side of a remote engine, in a process or a Ray actor: messages, the making of the engine, and its answers."""
 
 import asyncio
+import gc
 import inspect
 import os
 import pickle
+import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -19,7 +21,7 @@ from gcore_rollout.engines.protocol import (
     EngineStats,
     report_weights,
 )
-from gcore_rollout.errors import EngineDiedError, RolloutError
+from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,12 @@ BEAT_INTERVAL_S = 0.25
 CONTROL_PATIENCE = 10.0
 """A remote engine may be silent this many times longer during a call other than `Engine.generate`: an update blocks its
 event loop for minutes if the model is large."""
+_MAX_ATTEMPTS = 7
+"""To make an engine where memory is short, within a minute: the first wait is of a second, each other twice as long."""
+_NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|(free|available) memory|WorkerProc init", re.IGNORECASE
+)
+"""In errors of torch and vLLM; the last one of vLLM's ranks, which have the cause in their logs alone."""
 
 AnyEngine = Engine[AnyRequest, AnySample]
 
@@ -140,15 +148,37 @@ def rebuild_exception(failed: CallFailed, pid: int) -> Exception:
 
 
 async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
-    """Make an engine by a pickled function, which may be asynchronous, with so many threads of torch on CPU."""
+    """Make an engine by a pickled function, which may be asynchronous, with so many threads of torch on CPU.
+
+    If its memory is short, wait for it, because that of an engine which has died is freed a while later.
+
+    Raises:
+        EngineStartError: it was short for a minute.
+        Exception: what the function raised.
+    """
     if num_threads is not None:
         import torch
 
         torch.set_num_threads(num_threads)
-    engine = pickle.loads(factory)()
-    if inspect.isawaitable(engine):
-        return await engine
-    return engine
+    shortage = ""
+    for attempt in range(_MAX_ATTEMPTS):
+        if shortage:
+            # Without the error, which held what was loaded.
+            gc.collect()
+            await asyncio.sleep(2.0 ** (attempt - 1))
+        try:
+            engine = pickle.loads(factory)()
+            if inspect.isawaitable(engine):
+                return await engine
+            return engine
+        except Exception as error:
+            if not _NO_MEMORY.search(repr(error)):
+                raise
+            shortage = repr(error)
+    raise EngineStartError(
+        f"memory was short in {_MAX_ATTEMPTS} attempts to make the engine: {shortage}; expected that what ran on its "
+        "device before, or else runs there, leaves enough"
+    )
 
 
 class EngineSession:
