@@ -143,6 +143,40 @@ def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward:
             assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
 
 
+@pytest.mark.slow
+def test_episodes_go_on_in_the_next_step(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    args = multi_turn_args(cli, own_args, chatty, "Guessing")
+    args = option_set(args, "--trainer.total-training-steps", "4")
+    cli.ok(*args, "--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1")
+    rows = step_rows(cli.cwd / "runs/default")
+    assert all(row["sampling/unfinished_groups"] > 0 for row in rows)
+    assert all(row["sampling/groups"] == 8 for row in rows)
+    assert any(row["sampling/oldest_version"] < row["step"] - 1 for row in rows)
+    for row in rows:
+        assert 1 < row["reward/turns/mean"] <= 4
+        assert row["training/rollout_log_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_long_episodes_wait_for_a_step_of_their_own(
+    cli: Cli, own_args: list[str], chatty: Path
+) -> None:
+    args = multi_turn_args(cli, own_args, chatty, "Guessing")
+    args = option_set(args, "--trainer.total-training-steps", "4")
+    options = ["--rollout.tail-batching", "True", "--rollout.over-sample-rate", "1"]
+    cli.ok(*args, *options, "--rollout.short-response-length", "100")
+    rows = step_rows(cli.cwd / "runs/default")
+    assert all(row["sampling/oldest_version"] == row["step"] - 1 for row in rows)
+    is_long = [bool(row["sampling/long_round"]) for row in rows]
+    assert set(is_long) == {True, False}
+    for row in rows:
+        if row["sampling/long_round"]:
+            assert row["response_length/max"] >= 100
+        else:
+            assert row["sampling/deferred_groups"] > 0
+            assert row["response_length/max"] < 100
+
+
 def test_the_embedded_model_in_an_environment(cli: Cli) -> None:
     """It is warmed up on single turns, whose worked examples are known."""
     (cli.cwd / "world.py").write_text(WORLD)
@@ -231,10 +265,6 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
         ),
         (["--rollout.max-staleness", "0"], "rollout.max_staleness is 0; expected 1 or more"),
         (
-            ["--rollout.partial-rollout", "True", "--rollout.multi-turn.environment", "x.py:f"],
-            "an environment cannot wait for the next step",
-        ),
-        (
             [
                 "--rollout.multi-turn.max-revisions",
                 "2",
@@ -259,7 +289,6 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
             for other, options in (
                 ("trainer.schedule 'async'", ["--trainer.schedule", "async"]),
                 ("rollout.partial_rollout true", ["--rollout.partial-rollout", "True"]),
-                ("several turns", ["--rollout.multi-turn.environment", "x.py:f"]),
             )
         ),
         (
