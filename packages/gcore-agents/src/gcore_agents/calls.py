@@ -19,7 +19,7 @@ class ChatCall:
 
     messages: Sequence[Message]
     """In the form of Chat Completions, with parsed arguments of calls: roles are system, user, assistant and tool, and
-    content is text."""
+    content is text, or a list of texts and images (see `chat.images`)."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy may call, as ``{"type": "function", "function": {...}}``."""
     max_tokens: int | None = None

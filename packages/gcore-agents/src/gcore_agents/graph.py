@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from gcore_agents.chat.images import digest_image, list_images
+
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
 
@@ -36,8 +38,8 @@ def message_key(message: Message) -> MessageKey:
     """Return a key that is equal for equal messages, whichever way a client writes them.
 
     Text that is missing, None or empty is equal, and so are texts up to space at their ends, and a text and the list of
-    its parts. Calls are compared by name and parsed arguments. Names and ids of calls and results are left out, and so
-    is reasoning, which many clients do not send back; see `has_equal_reasoning`.
+    its parts. Images are equal if their files are. Calls are compared by name and parsed arguments. Names and ids of
+    calls and results are left out, and so is reasoning, which many clients do not send back; see `has_equal_reasoning`.
     """
     calls: list[Any] = []
     for call in message.get("tool_calls") or ():
@@ -60,12 +62,18 @@ def _text(content: Any) -> Any:
         return content.strip()
     if not isinstance(content, list | tuple):
         return content
-    parts: list[Any] = []
+    texts = [""]
+    parts: list[str] = []
     for part in content:
-        if part.get("type", "text") != "text":
+        if "image" in part:
+            parts += [texts[-1].strip(), digest_image(part["image"])]
+            texts.append("")
+        elif part.get("type", "text") != "text":
             return content
-        parts.append(part["text"])
-    return "".join(parts).strip()
+        else:
+            texts[-1] += part["text"]
+    last = texts[-1].strip()
+    return (*parts, last) if parts else last
 
 
 def _parse_arguments(arguments: Any) -> Any:
@@ -130,6 +138,8 @@ class MessageNode:
     """Name of the turn in the API; empty: the policy did not sample the node."""
     is_delivered: bool = False
     """Whether the agent got the whole turn."""
+    image_starts: Sequence[int] = ()
+    """Where the images of its messages start among its own tokens."""
     agent: str = ""
     """Name of the agent that asked for the turn; empty: it has none."""
     children: list["MessageNode"] = field(default_factory=list["MessageNode"])
@@ -165,6 +175,17 @@ class MessageNode:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def path_images(self) -> tuple[list[bytes], list[int]]:
+        """Return the image files from the first node to this one, and where each starts among the path's tokens."""
+        images: list[bytes] = []
+        starts: list[int] = []
+        for node in self.path():
+            offset = node.num_tokens - len(node.token_ids)
+            starts += [offset + start for start in node.image_starts]
+            if node.image_starts:
+                images += list_images(node.messages)
+        return images, starts
 
     def path_tokens(self) -> list[int]:
         """Return the tokens from the first one to this node's last."""
@@ -267,14 +288,21 @@ class MessageGraph:
         return last
 
     def add_context(
-        self, parent: MessageNode, messages: Sequence[Message], token_ids: Sequence[int]
+        self,
+        parent: MessageNode,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        *,
+        image_starts: Sequence[int] = (),
     ) -> MessageNode:
         """Add messages that the policy did not sample, and their tokens; an equal node is not added again."""
         keys = [message_key(message) for message in messages]
         for child in parent.children:
             if child.keys == keys and not child.is_turn and child.token_ids == token_ids:
                 return child
-        return self.add_node(parent, messages=tuple(messages), token_ids=token_ids)
+        return self.add_node(
+            parent, messages=tuple(messages), token_ids=token_ids, image_starts=image_starts
+        )
 
     def add_turn(
         self,

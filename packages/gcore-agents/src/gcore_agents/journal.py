@@ -1,5 +1,6 @@
 """Finished sessions on disk, so that a process which is killed loses none of them."""
 
+import base64
 import json
 import os
 import secrets
@@ -8,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from gcore_agents.chat.images import convert_images
 from gcore_agents.graph import MessageGraph, MessageNode
 from gcore_agents.session import Session, SessionReward
 
@@ -119,6 +121,7 @@ def restore_session(session: Session, record: Mapping[str, Any], *, version: int
     for fields in record["nodes"]:
         parent = graph.root if fields["parent"] < 0 else graph.nodes[fields["parent"]]
         node_fields = {name: fields[name] for name in fields if name != "parent"}
+        node_fields["messages"] = convert_images(fields["messages"], base64.b64decode)
         if "weight_versions" in fields:
             node_fields["weight_versions"] = [
                 number + shift for number in fields["weight_versions"]
@@ -136,12 +139,17 @@ def _describe(node: MessageNode) -> dict[str, Any]:
     assert node.parent is not None
     fields: dict[str, Any] = {
         "parent": node.parent.number,
-        "messages": [dict(message) for message in node.messages],
+        "messages": convert_images(node.messages, _encode_image),
         "token_ids": list(node.token_ids),
+        "image_starts": list(node.image_starts),
     }
     if node.is_turn:
         fields |= {name: getattr(node, name) for name in _TURN_FIELDS}
     return fields
+
+
+def _encode_image(image: bytes) -> str:
+    return base64.b64encode(image).decode()
 
 
 def _list_records(path: Path) -> list[tuple[str, int]]:

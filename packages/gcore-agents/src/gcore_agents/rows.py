@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_agents.chat.images import list_images
 from gcore_agents.graph import MessageGraph, MessageNode
 from gcore_agents.session import Session
 
@@ -40,6 +41,10 @@ class SessionTokens:
     forks: NDArray[np.int64]
     """[F, 2]: token ``forks[i, 0]`` follows token ``forks[i, 1]``, and not the one before it; -1: it follows the
     prompt; -2: it follows nothing."""
+    images: Sequence[bytes]
+    """The image files of prompt and tree, each once."""
+    image_starts: Sequence[int]
+    """Where each image starts among the P + R tokens."""
     turns: Sequence[MessageNode]
     """The turns that are trained on, in the order of their tokens."""
     turn_starts: Sequence[int]
@@ -82,7 +87,15 @@ def collect_tokens(graph: MessageGraph, *, trained: set[MessageNode]) -> Session
     forks: list[tuple[int, int]] = []
     turns: list[MessageNode] = []
     turn_starts: list[int] = []
-    for node in ordered[1:]:
+    images: list[bytes] = []
+    image_starts: list[int] = []
+    for node in ordered:
+        if node.image_starts:
+            images += list_images(node.messages)
+            offset = len(tokens) + (node is not prompt) * len(prompt.token_ids)
+            image_starts += [offset + start for start in node.image_starts]
+        if node is prompt:
+            continue
         assert node.parent is not None
         parent_place = last_place[node.parent]
         size = len(node.token_ids)
@@ -103,6 +116,8 @@ def collect_tokens(graph: MessageGraph, *, trained: set[MessageNode]) -> Session
         log_probs=np.array(log_probs, np.float32),
         weight_versions=np.array(versions, np.int32),
         forks=np.array(forks, np.int64).reshape(-1, 2),
+        images=images,
+        image_starts=image_starts,
         turns=turns,
         turn_starts=turn_starts,
     )

@@ -50,6 +50,8 @@ class TokenSampler(Protocol):
         seed: int,
         max_tokens: int,
         stop: Sequence[str] = (),
+        images: Sequence[bytes] = (),
+        image_starts: Sequence[int] = (),
     ) -> SampledTokens:
         """Continue a prompt of tokens.
 
@@ -58,6 +60,8 @@ class TokenSampler(Protocol):
             seed: determines the random numbers.
             max_tokens: most tokens of the turn.
             stop: strings that end the turn, which keeps them.
+            images: the image files of the prompt; both are given only if there are any.
+            image_starts: the first token of each image; other image tokens are text that the policy wrote.
         """
         ...
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from gcore_agents.errors import SamplerError
+from gcore_agents.errors import CallError, SamplerError
 from gcore_agents.sampler import SampledTokens
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -71,8 +71,16 @@ class ServerSampler:
         seed: int,
         max_tokens: int,
         stop: Sequence[str] = (),
+        images: Sequence[bytes] = (),
+        image_starts: Sequence[int] = (),
     ) -> SampledTokens:
-        """Continue a prompt of tokens; see `TokenSampler`."""
+        """Continue a prompt of tokens; see `TokenSampler`. A `CallError` if it has images."""
+        del image_starts
+        if images:
+            raise CallError(
+                f"messages have {len(images)} images; expected text: the completions of {self._url} take tokens alone",
+                field="messages",
+            )
         version = self.weight_version
         body = {
             "model": self._model,

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.encoder import ChatEncoder
+from gcore_agents.chat.images import list_images
 from gcore_agents.errors import CallError, MessageError
 from gcore_agents.graph import Message, MessageGraph, MessageNode
 from gcore_agents.sampler import SessionClock, TokenSampler
@@ -285,6 +286,11 @@ class Session:
         graph = self.graph
         if call.prompt_ids:
             node = graph.find_tokens(call.prompt_ids)
+            if node.path_images()[0]:
+                raise CallError(
+                    "prompt continues messages with images; expected tokens of text, which say what they are",
+                    field="prompt",
+                )
             if counts:
                 self._mark_continued(node)
             return node, [], list(call.prompt_ids[node.num_tokens :])
@@ -310,6 +316,7 @@ class Session:
                     last_token=node.token_ids[-1] if node.token_ids else -1,
                     turn=node.messages[0],
                     tools=call.tools,
+                    num_images=len(node.path_images()[0]),
                 )
                 return node, further, added
             prompt_ids = self.encoder.first(messages, tools=call.tools)
@@ -344,7 +351,10 @@ class Session:
             return node
         if self._first_prompt is None:
             self._first_prompt = num_prompt
-        context = self.graph.add_context(node, further, added)
+        image_starts: list[int] = []
+        if list_images(further):
+            image_starts = self.encoder.find_images(added)
+        context = self.graph.add_context(node, further, added, image_starts=image_starts)
         if node is self.graph.root:
             self._announced[context.number, _write_tools(call)] = True
         return context
@@ -385,6 +395,10 @@ class Session:
         if not max_tokens:
             return self._final_reply(context)
         self._num_calls += 1
+        options: dict[str, Any] = {}
+        images, image_starts = context.path_images()
+        if images:
+            options = {"images": images, "image_starts": image_starts}
         try:
             sampled = await self.sampler.sample(
                 prompt_ids,
@@ -392,6 +406,7 @@ class Session:
                 seed=self._make_seed(context),
                 max_tokens=max_tokens,
                 stop=stop,
+                **options,
             )
         finally:
             await self._release(max_tokens)

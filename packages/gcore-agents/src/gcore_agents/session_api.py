@@ -5,8 +5,10 @@ import time
 from typing import Any, get_args
 
 from gcore_agents.calls import ChatCall
+from gcore_agents.chat.images import convert_images, digest_image
 from gcore_agents.dialects.chat_completions import read_messages, read_tools
 from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.dialects.images import make_image_reader
 from gcore_agents.session import Session, SessionReward, SessionStatus
 
 
@@ -35,7 +37,7 @@ def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
         entry: dict[str, Any] = {
             "number": node.number,
             "parent": node.parent.number if node.parent is not None else -1,
-            "messages": list(node.messages),
+            "messages": convert_images(node.messages, digest_image),
             "num_tokens": len(node.token_ids),
             "response_id": node.response_id,
             "finish_reason": node.finish_reason,
@@ -85,7 +87,8 @@ def tokenize(session: Session, fields: JsonFields) -> dict[str, Any]:
         text = fields.read_text("prompt") or ""
         tokens = session.encoder.encode(text, add_special_tokens=add_special_tokens)
     else:
-        call = ChatCall(messages=read_messages(fields), tools=read_tools(fields))
+        messages = read_messages(fields, make_image_reader(session))
+        call = ChatCall(messages=messages, tools=read_tools(fields))
         tokens = session.list_prompt_tokens(call)
     return {
         "tokens": tokens,

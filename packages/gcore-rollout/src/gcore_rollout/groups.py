@@ -143,6 +143,11 @@ def share_prompt(group: Group, response: Completion) -> Completion:
     size = min(prompt_ids.size, group.prompt_ids.size)
     differs = np.flatnonzero(prompt_ids[:size] != group.prompt_ids[:size])
     size = int(differs[0]) if differs.size else size
+    starts = (response.images and response.images.starts) or ()
+    for start in starts:
+        if start < size and (prompt_ids[start:size] == prompt_ids[start]).all():
+            # Episodes with images of other sizes have them in their responses, in one piece.
+            size = start
     if not size:
         raise EpisodeError(
             f"episodes of prompt {group.prompt_index} start with different tokens, {group.prompt_ids[0]} and "

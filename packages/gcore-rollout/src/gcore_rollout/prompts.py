@@ -31,6 +31,8 @@ class PromptImages:
     """Hugging Face folder of the model that the images are for."""
     sources: tuple[bytes | Path | str, ...]
     """Encoded image files, their paths, or their URLs, such as ``s3://bucket/image.png``, which fsspec reads."""
+    starts: tuple[int, ...] | None = None
+    """Where each image starts among the tokens; None: each run of image tokens in the prompt is one."""
 
     def encoded(self) -> tuple[bytes, ...]:
         """Return the encoded image files, for a request."""
@@ -54,12 +56,15 @@ class PromptImages:
         sources = [
             np.frombuffer(s, np.uint8) if isinstance(s, bytes) else str(s) for s in self.sources
         ]
-        return {"model": self.model, "sources": sources}
+        return {"model": self.model, "sources": sources, "starts": self.starts}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "PromptImages":
         """Return the images that `state` gave this state for."""
-        return cls(model=state["model"], sources=tuple(map(_source_from_state, state["sources"])))
+        sources = tuple(map(_source_from_state, state["sources"]))
+        starts = state.get("starts")
+        starts = None if starts is None else tuple(starts)
+        return cls(model=state["model"], sources=sources, starts=starts)
 
 
 def _source_from_state(source: Any) -> bytes | Path | str:

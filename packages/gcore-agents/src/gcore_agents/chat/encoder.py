@@ -7,11 +7,12 @@ message of an environment is rendered after a turn that stands in for the policy
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
+from gcore_agents.chat.images import ImageProcessor, convert_images, list_images
 from gcore_agents.chat.messages import (
     choose_template,
     make_call,
@@ -40,10 +41,8 @@ _PROMPT_END = 32
 """Tokens at the end of a prompt among which is the mark that opens a thought."""
 
 
-class _MakeTurn(Protocol):
-    """Makes a turn that stands in for the policy's: of a text, the messages that follow it, and the policy's turn."""
-
-    def __call__(self, text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]: ...
+_MakeTurn: TypeAlias = Callable[..., dict[str, Any]]
+"""Makes a turn that stands in for the policy's: of a text, the messages that follow it, and the policy's ``turn``."""
 
 
 def _answer(text: str, messages: Sequence[Message], turn: Message) -> dict[str, Any]:
@@ -82,8 +81,9 @@ def _call_in_json(text: str, messages: Sequence[Message], turn: Message) -> dict
 class ChatEncoder:
     """Renders and tokenizes messages by a tokenizer's chat template; without one, contents as they are.
 
-    ``chat_template_kwargs`` are further variables of the template, such as ``enable_thinking``. Methods that take
-    messages raise a `MessageError` for messages that are malformed, have images, or are refused by the template.
+    ``chat_template_kwargs`` are further variables of the template, such as ``enable_thinking``; ``vision`` counts the
+    tokens of images, and without it there can be none. Methods that take messages raise a `MessageError` for messages
+    that are malformed, or are refused by the template or by ``vision``.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -99,8 +99,13 @@ class ChatEncoder:
     """
 
     def __init__(
-        self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        vision: ImageProcessor | None = None,
     ) -> None:
+        self.vision = vision
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._turns: dict[tuple[bool, tuple[str, ...]], _MakeTurn] = {}
@@ -117,7 +122,35 @@ class ChatEncoder:
         text = self.render(messages, tools=tools)
         if self._tokenizer.chat_template is None:
             return self._tokenizer(text)["input_ids"]
-        return self.encode(text)
+        return self._expand(self.encode(text), messages)
+
+    def find_images(self, token_ids: Sequence[int]) -> list[int]:
+        """Return where images start in the tokens of messages."""
+        if self.vision is None:
+            return []
+        return [start for start, _ in self.vision.places(token_ids)]
+
+    def _expand(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return tokens in which the messages' images have as many as the model reads."""
+        if self.vision is None:
+            return token_ids
+        images = list_images(messages)
+        try:
+            expanded = list(self.vision.expand(token_ids, images))
+        except ValueError as error:
+            raise MessageError(
+                f"{error}; texts may not have the token that stands for an image"
+            ) from error
+        if len(self.find_images(expanded)) != len(images):
+            raise MessageError("the chat template writes images without a token between them")
+        return expanded
+
+    def _normalize(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages in one form, in which images are parts without their bytes."""
+        has_template = self._tokenizer.chat_template is not None
+        keeps_parts = has_template and self.vision is not None
+        normalized = normalize_messages(messages, keeps_parts=keeps_parts)
+        return convert_images(normalized, lambda _: "")
 
     def render(
         self,
@@ -127,7 +160,7 @@ class ChatEncoder:
         prompt: bool = True,
     ) -> str:
         """Return messages as the chat template writes them; with ``prompt``, up to where the policy starts."""
-        normalized = normalize_messages(messages)
+        normalized = self._normalize(messages)
         if self._tokenizer.chat_template is not None:
             adapted = [self._adapt(message) for message in normalized]
             return self._render(adapted, tools=tools, prompt=prompt)
@@ -144,6 +177,7 @@ class ChatEncoder:
         last_token: int,
         turn: Message | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        num_images: int = 0,
     ) -> list[int]:
         """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
 
@@ -154,13 +188,17 @@ class ChatEncoder:
         Args:
             turn: the policy's message, whose calls have the names of the functions.
             tools: as those of the first messages; some tokenizers have another chat template for them.
+            num_images: images before these messages, from which some templates number them.
         """
-        normalized = normalize_messages(messages)
+        normalized = self._normalize(messages)
         if self._tokenizer.chat_template is None:
             return self.encode("".join(m["content"] for m in normalized))
         has_tools = bool(tools)
         make_turn = partial(self._find_turn(normalized, has_tools=has_tools), turn=turn or {})
-        last_end, end, further = self._render_after(make_turn, normalized, has_tools=has_tools)
+        last_end, end, further = self._render_after(
+            make_turn, normalized, has_tools=has_tools, num_images=num_images
+        )
+        further = self._expand(further, messages)
         if self.is_mark(last_token):
             if last_token in end:
                 return end[end.index(last_token) + 1 :] + further
@@ -342,12 +380,16 @@ class ChatEncoder:
         messages: Sequence[dict[str, Any]],
         *,
         has_tools: bool,
+        num_images: int = 0,
     ) -> tuple[list[int], list[int], list[int]]:
         """Return the end of a turn of the policy that is the last, its end before messages, and those messages."""
         stand_in = _STAND_IN
         while stand_in in repr(messages):
             stand_in += "x"
-        turns = [_QUESTION, make_turn(stand_in, messages)]
+        question: dict[str, Any] = _QUESTION
+        if num_images:
+            question = {"role": "user", "content": [{"type": "image", "image": ""}] * num_images}
+        turns = [question, make_turn(stand_in, messages)]
         # Only from the stand-in on: the text before it may change with the messages after it.
         last = self._render(turns, prompt=False, has_tools=has_tools)
         rendered = self._render([*turns, *messages], has_tools=has_tools)

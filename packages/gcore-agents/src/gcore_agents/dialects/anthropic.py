@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.images import join_parts
 from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
@@ -15,11 +16,13 @@ from gcore_agents.dialects.dialect import (
     join_system,
     name_results,
     read_content,
+    read_parts,
     read_tool,
     refuse_part,
 )
 from gcore_agents.dialects.events import split_text, write_event
 from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.dialects.images import ImageReader
 from gcore_agents.errors import CallError
 
 _ROLES = ("user", "assistant", "system")
@@ -54,7 +57,7 @@ class AnthropicDialect(Dialect):
         if system:
             messages.append({"role": "system", "content": system})
         for message in fields.require_objects("messages"):
-            messages.extend(_read_message(message))
+            messages.extend(_read_message(message, self.images))
         thinking = fields.read_object("thinking")
         thinking_type = thinking.read_text("type") if thinking is not None else None
         return ChatCall(
@@ -141,7 +144,19 @@ def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, An
     return tools
 
 
-def _read_message(fields: JsonFields) -> list[dict[str, Any]]:
+def _read_image(block: JsonFields, images: ImageReader) -> bytes:
+    source = block.read_object("source")
+    if source is None:
+        block.fail("source", "an object with type base64, media_type and data")
+    if source.read_text("type") != "base64":
+        source.fail("type", "base64: nothing is fetched")
+    return images.read_base64(source, "data", "media_type")
+
+
+_IMAGES = {"image": _read_image}
+
+
+def _read_message(fields: JsonFields, images: ImageReader | None) -> list[dict[str, Any]]:
     """Return the messages of one: results of tools are messages of their own."""
     role = fields.require_text("role")
     if role not in _ROLES:
@@ -152,18 +167,21 @@ def _read_message(fields: JsonFields) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": read_content(fields, "content", _TEXT)}]
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[str | bytes] = []
     for block in fields.read_objects("content"):
         kind = block.require_text("type")
         if kind == "text":
-            texts.append(block.read_text("text") or "")
+            parts.append(block.read_text("text") or "")
         elif kind == "tool_result":
-            result = {"role": "tool", "content": read_content(block, "content", _TEXT)}
-            messages.append({**result, "tool_call_id": block.require_text("tool_use_id")})
+            result = join_parts(read_parts(block, "content", _TEXT, _IMAGES, images))
+            call_id = block.require_text("tool_use_id")
+            messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
+        elif kind == "image" and images is not None and role == "user":
+            parts.append(_read_image(block, images))
         else:
             refuse_part(block, "type", _USER_BLOCKS)
-    if texts or not messages:
-        messages.append({"role": role, "content": "\n".join(texts)})
+    if parts or not messages:
+        messages.append({"role": role, "content": join_parts(parts)})
     return messages
 
 

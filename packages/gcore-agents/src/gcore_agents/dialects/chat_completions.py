@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.images import join_parts
 from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
@@ -17,10 +18,12 @@ from gcore_agents.dialects.dialect import (
     name_results,
     read_arguments,
     read_content,
+    read_parts,
     refuse_part,
 )
 from gcore_agents.dialects.events import LAST_EVENT, split_text, write_event
 from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.dialects.images import ImageReader
 from gcore_agents.session import Session
 
 _ROLES = {
@@ -86,7 +89,7 @@ class ChatCompletionsDialect(Dialect):
             unused.pop("parallel_tool_calls", None)
         max_tokens = fields.read_integer("max_completion_tokens", 1)
         return ChatCall(
-            messages=read_messages(fields),
+            messages=read_messages(fields, self.images),
             tools=tools,
             max_tokens=max_tokens or fields.read_integer("max_tokens", 1),
             stop=fields.read_texts("stop", MAX_STOPS),
@@ -197,22 +200,22 @@ def allows_tools(fields: JsonFields) -> bool:
     return choice != "none"
 
 
-def read_messages(fields: JsonFields) -> list[dict[str, Any]]:
+def read_messages(fields: JsonFields, images: ImageReader | None) -> list[dict[str, Any]]:
     """Return the messages of a body."""
     objects = fields.require_objects("messages")
-    return join_system(name_results(_read_message(message) for message in objects))
+    return join_system(name_results(_read_message(message, images) for message in objects))
 
 
-def _read_message(fields: JsonFields) -> dict[str, Any]:
+def _read_message(fields: JsonFields, images: ImageReader | None) -> dict[str, Any]:
     role = fields.require_text("role")
     if role not in _ROLES:
         fields.fail("role", " or ".join(_ROLES))
     if role == "assistant":
         return _read_turn(fields)
-    message: dict[str, Any] = {
-        "role": _ROLES[role],
-        "content": read_content(fields, "content", _TEXT),
-    }
+    if role not in ("user", "tool"):
+        images = None
+    parts = read_parts(fields, "content", _TEXT, {"image_url": _read_image}, images)
+    message: dict[str, Any] = {"role": _ROLES[role], "content": join_parts(parts)}
     if role == "tool":
         call_id = fields.read_text("tool_call_id")
         name = fields.read_text("name")
@@ -221,6 +224,13 @@ def _read_message(fields: JsonFields) -> dict[str, Any]:
         if name is not None:
             message["name"] = name
     return message
+
+
+def _read_image(part: JsonFields, images: ImageReader) -> bytes:
+    image = part.read_object("image_url")
+    if image is None:
+        part.fail("image_url", "an object with a url")
+    return images.read_url(image, "url")
 
 
 def _read_turn(fields: JsonFields) -> dict[str, Any]:

@@ -6,12 +6,13 @@ of the answer, and calls of tools that are forced.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.dialects.events import KEEP_ALIVE, write_event
 from gcore_agents.dialects.fields import JsonFields, parse_json
+from gcore_agents.dialects.images import ImageReader, make_image_reader
 from gcore_agents.errors import CallError
 from gcore_agents.session import Session
 
@@ -55,6 +56,8 @@ class Dialect(ABC):
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.images = make_image_reader(session)
+        """Reads images; None: the model takes none."""
 
     @abstractmethod
     def read_call(self, body: Any) -> ChatCall:
@@ -101,26 +104,40 @@ def read_content(fields: JsonFields, field: str, text_types: Mapping[str, str]) 
 
     ``text_types`` has the types of parts that hold text, and in which field. Parts are joined by line ends.
     """
+    return "\n".join(map(str, read_parts(fields, field, text_types, {}, None)))
+
+
+def read_parts(
+    fields: JsonFields,
+    field: str,
+    text_types: Mapping[str, str],
+    image_types: Mapping[str, Callable[[JsonFields, ImageReader], bytes]],
+    images: ImageReader | None,
+) -> list[str | bytes]:
+    """Return the texts and image files of a content; ``image_types`` has the types of parts that are images."""
     value = fields.values.get(field)
     if value is None or isinstance(value, str):
-        return value or ""
+        return [value or ""]
     if not isinstance(value, list):
         fields.fail(field, "text, or a list of parts")
-    texts: list[str] = []
+    parts: list[str | bytes] = []
     for part in fields.read_objects(field):
         kind = part.require_text("type")
-        if kind not in text_types:
-            refuse_part(part, "type", tuple(text_types))
-        texts.append(part.read_text(text_types[kind]) or "")
-    return "\n".join(texts)
+        if kind in text_types:
+            parts.append(part.read_text(text_types[kind]) or "")
+        elif images is not None and kind in image_types:
+            parts.append(image_types[kind](part, images))
+        else:
+            refuse_part(part, "type", (*text_types, *(image_types if images is not None else ())))
+    return parts
 
 
-def refuse_part(part: JsonFields, field: str, text_types: Iterable[str]) -> None:
+def refuse_part(part: JsonFields, field: str, types: Iterable[str]) -> None:
     """Raise the `CallError` of a part that has a type that is not supported."""
-    expected = " or ".join(text_types)
+    expected = " or ".join(types)
     kind = str(part.values.get(field))
     if any(medium in kind for medium in _MEDIA):
-        part.fail(field, f"{expected}: the endpoint takes text alone")
+        part.fail(field, f"{expected}: the model takes nothing else")
     part.fail(field, expected)
 
 

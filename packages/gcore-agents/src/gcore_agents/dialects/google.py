@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.images import join_parts
 from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
@@ -18,6 +19,7 @@ from gcore_agents.dialects.dialect import (
 )
 from gcore_agents.dialects.events import split_text, write_event
 from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.dialects.images import ImageReader
 from gcore_agents.errors import CallError
 
 _SAMPLING_FIELDS = (
@@ -72,7 +74,7 @@ class GoogleDialect(Dialect):
         if system is not None:
             messages.append({"role": "system", "content": _read_system(system)})
         for content in _join_turns(map(_rename, fields.require_objects("contents"))):
-            messages.extend(_read_content(content))
+            messages.extend(_read_content(content, self.images))
         thinking = _read_object(config, "thinkingConfig")
         return ChatCall(
             messages=join_system(name_results(messages)),
@@ -207,7 +209,7 @@ def _join_turns(contents: Iterable[JsonFields]) -> list[JsonFields]:
     return joined
 
 
-def _read_content(fields: JsonFields) -> list[dict[str, Any]]:
+def _read_content(fields: JsonFields, images: ImageReader | None) -> list[dict[str, Any]]:
     """Return the messages of a content: results of functions are messages of their own."""
     role = fields.read_text("role") or "user"
     parts = [_rename(part) for part in fields.read_objects("parts")]
@@ -216,22 +218,32 @@ def _read_content(fields: JsonFields) -> list[dict[str, Any]]:
     if role not in ("user", "function"):
         fields.fail("role", "user or model or function")
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    content: list[str | bytes] = []
     for part in parts:
         response = _read_object(part, "functionResponse")
         if response is not None:
-            messages.append(_read_result(response))
+            messages.append(_read_result(response, images))
         elif part.has("text"):
-            texts.append(part.read_text("text") or "")
+            content.append(part.read_text("text") or "")
         else:
-            _refuse(part, _KINDS_OF_PARTS)
-    if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+            content.append(_read_image(part, images, _KINDS_OF_PARTS))
+    if content or not messages:
+        messages.append({"role": "user", "content": join_parts(content)})
     return messages
 
 
-def _read_result(fields: JsonFields) -> dict[str, Any]:
-    """Return the result of a function: its only text, or all of it as JSON."""
+def _read_image(part: JsonFields, images: ImageReader | None, kinds: Sequence[str]) -> bytes:
+    """Return the image file of a part; a `CallError` if it is none, or the model takes none."""
+    data = _read_object(part, "inlineData")
+    if data is None or images is None:
+        if images is not None:
+            kinds = (*kinds, "inlineData")
+        _refuse(part, kinds)
+    return images.read_base64(data, "data", "mimeType")
+
+
+def _read_result(fields: JsonFields, images: ImageReader | None) -> dict[str, Any]:
+    """Return the result of a function: its only text, or all of it as JSON, and its images."""
     name = fields.require_text("name")
     response = fields.read_object("response")
     values = response.values if response is not None else {}
@@ -239,8 +251,16 @@ def _read_result(fields: JsonFields) -> dict[str, Any]:
     if len(values) == 1:
         value = next(iter(values.values()))
         content = value if isinstance(value, str) else content
+    if images is None:
+        fields.refuse(("parts",), "the model takes text alone")
+    files = [_read_image(_rename(part), images, ()) for part in fields.read_objects("parts")]
     call_id = fields.read_text("id") or name
-    return {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
+    return {
+        "role": "tool",
+        "content": join_parts([content, *files]),
+        "tool_call_id": call_id,
+        "name": name,
+    }
 
 
 def _read_turn(parts: list[JsonFields]) -> dict[str, Any]:
@@ -262,7 +282,7 @@ def _read_turn(parts: list[JsonFields]) -> dict[str, Any]:
     return make_turn_message("".join(texts), reasoning="".join(thoughts), calls=calls)
 
 
-def _refuse(part: JsonFields, kinds: Sequence[str]) -> None:
+def _refuse(part: JsonFields, kinds: Sequence[str]) -> NoReturn:
     """Raise the `CallError` of a part that is none of these kinds, by the name of its field."""
     field = next(iter(part.values), "")
     name = part.name(field) if field else part.path

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore_agents.calls import ChatCall, ChatReply
+from gcore_agents.chat.images import join_parts
 from gcore_agents.chat.messages import make_call
 from gcore_agents.dialects.chat_completions import SAMPLING_FIELDS, allows_tools, write_log_probs
 from gcore_agents.dialects.dialect import (
@@ -15,10 +16,12 @@ from gcore_agents.dialects.dialect import (
     name_results,
     read_arguments,
     read_content,
+    read_parts,
     read_tool,
 )
 from gcore_agents.dialects.events import split_text, write_event
 from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.dialects.images import ImageReader
 from gcore_agents.errors import CallError
 from gcore_agents.session import Session
 
@@ -124,7 +127,7 @@ class ResponsesDialect(Dialect):
                     item.fail("id", "the id of an item of this session")
                 item = JsonFields(self._items[item_id], item.path)
                 kind = item.values["type"]
-            _add_item(messages, item, kind)
+            _add_item(messages, item, kind, self.images)
         return messages
 
     def write_reply(self, call: ChatCall, replies: Sequence[ChatReply]) -> dict[str, Any]:
@@ -238,13 +241,20 @@ def _read_tools(
     return tools, custom_tools
 
 
-def _add_item(messages: list[dict[str, Any]], item: JsonFields, kind: str) -> None:
+def _read_image(part: JsonFields, images: ImageReader) -> bytes:
+    return images.read_url(part, "image_url")
+
+
+def _add_item(
+    messages: list[dict[str, Any]], item: JsonFields, kind: str, images: ImageReader | None
+) -> None:
     """Add an item to messages: reasoning, text and calls in a row are one turn."""
     if kind == "message":
         role = item.require_text("role")
         if role not in _ROLES:
             item.fail("role", " or ".join(_ROLES))
-        content = read_content(item, "content", _TEXT)
+        readers = _IMAGES if role == "user" else {}
+        content = join_parts(read_parts(item, "content", _TEXT, readers, images))
         if role == "assistant":
             _open_turn(messages, takes_text=True)["content"] = content
         else:
@@ -261,10 +271,14 @@ def _add_item(messages: list[dict[str, Any]], item: JsonFields, kind: str) -> No
     elif kind == "custom_tool_call":
         _add_call(messages, item, {"input": item.read_text("input") or ""})
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        result = {"role": "tool", "content": read_content(item, "output", _TEXT)}
-        messages.append({**result, "tool_call_id": item.require_text("call_id")})
+        content = join_parts(read_parts(item, "output", _TEXT, _IMAGES, images))
+        call_id = item.require_text("call_id")
+        messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
     else:
         item.fail("type", "message, reasoning, a call of a function or its output")
+
+
+_IMAGES = {"input_image": _read_image}
 
 
 def _open_turn(messages: list[dict[str, Any]], *, takes_text: bool) -> dict[str, Any]:

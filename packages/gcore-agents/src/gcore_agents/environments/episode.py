@@ -56,7 +56,8 @@ async def _play(session: Session, environment: Environment, timeout_s: float) ->
     further = opening.messages
     while True:
         with _raise_failures(what):
-            messages.extend(normalize_messages(further))
+            keeps_parts = session.encoder.vision is not None
+            messages.extend(normalize_messages(further, keeps_parts=keeps_parts))
         with _raise_failures(f"{name}: turn {len(turns) + 1}"):
             reply = await _take_turn(session, ChatCall(messages=messages, tools=opening.tools))
         if reply is None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
+from gcore_rollout.prompts import PromptImages
 
 if TYPE_CHECKING:
     import torch
@@ -215,6 +216,9 @@ class Request(AnyRequest):
     images: tuple[bytes, ...] = ()
     """Encoded image files (PNG, JPEG, ...) in the order of their places in the prompt, where the model's image token
     stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
+    image_starts: tuple[int, ...] | None = None
+    """First token of each image in the prompt, where other image tokens are text: those that the policy wrote in its
+    earlier turns. None: each run of image tokens is an image."""
     expected_tokens: int | None = None
     """Expected length of a completion, for the division of work: no token depends on it. None: unknown."""
     can_continue = True
@@ -335,6 +339,8 @@ class Completion(AnySample):
     """The turns of an episode as text."""
     prompt_ids: NDArray[np.int64] | None = None
     """[P] tokens before the first turn of an episode, which its environment opened; None: those of the request."""
+    images: PromptImages | None = None
+    """Images of an episode, and where they start in prompt and response; None: those of the prompt, if it has any."""
     score: float = 0.0
     """The reward's score; 0 before it is scored."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -377,11 +383,14 @@ class Completion(AnySample):
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays, texts and numbers for a checkpoint, without the texts of an episode's turns."""
-        return {
+        state = {
             name: value
             for name, value in vars(self).items()
             if value is not None and name != "turns"
         }
+        if self.images is not None:
+            state["images"] = self.images.state()
+        return state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
@@ -389,6 +398,8 @@ class Completion(AnySample):
         fields = dict(state)
         if "truncated" in fields:
             fields["finish_reason"] = "length" if fields.pop("truncated") else "stop"
+        if "images" in fields:
+            fields["images"] = PromptImages.from_state(fields["images"])
         return cls(**fields)
 
 

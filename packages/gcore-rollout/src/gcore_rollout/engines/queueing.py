@@ -275,7 +275,7 @@ class TokenLimits:
             if prefix.token_ids.size:
                 self._check_tokens(name, "prefix", prefix.token_ids)
         if request.images and self.vision is not None:
-            self.vision.check(request.request_id, prompt, request.images)
+            self.vision.check(request.request_id, prompt, request.images, request.image_starts)
 
     def _check_tokens(self, name: str, part: str, tokens: NDArray[np.int64]) -> None:
         if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:

@@ -82,6 +82,19 @@ class VisionProcessor:
         height, width = image_size(image)
         return self._processor.get_number_of_image_patches(height, width) // self._merge**2
 
+    def check_image(self, image: bytes, *, max_pixels: int) -> None:
+        """Raise a `ValueError` for bytes that are no image, or one that the model does not take, or of more pixels.
+
+        An image with too many is not decoded.
+        """
+        height, width = image_size(image)
+        if height * width > max_pixels:
+            raise RequestError(
+                f"an image has {width} x {height} pixels; expected at most {max_pixels}"
+            )
+        open_rgb(image)
+        self.num_tokens(image)
+
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
         """Return token ids with an image token for each merged patch; `RequestError` if there are other images."""
         num_places = list(token_ids).count(self.image_token_id)
@@ -98,25 +111,34 @@ class VisionProcessor:
             expanded += [token] * count
         return tuple(expanded)
 
-    def places(self, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the first token and the number of tokens of each image in an expanded prompt."""
+    def places(
+        self, prompt_token_ids: Sequence[int], starts: Sequence[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """Return the first token and the number of tokens of each image in an expanded prompt.
+
+        Of several runs of image tokens these are the ones that begin at ``starts``; None: all.
+        """
         places: list[tuple[int, int]] = []
         start = 0
         for token, run in groupby(prompt_token_ids):
             length = len(list(run))
-            if token == self.image_token_id:
+            if token == self.image_token_id and (starts is None or start in starts):
                 places.append((start, length))
             start += length
         return places
 
     def check(
-        self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        images: Sequence[bytes],
+        starts: Sequence[int] | None = None,
     ) -> None:
         """Raise `RequestError` for bytes that are no image, or images that do not fit a prompt's places for them."""
         for image in images:
             open_rgb(image)
         needed = [self.num_tokens(image) for image in images]
-        available = [length for _, length in self.places(prompt_token_ids)]
+        available = [length for _, length in self.places(prompt_token_ids, starts)]
         if available != needed:
             raise RequestError(
                 f"request {request_id!r} has images of {needed} tokens and places of {available}: each image needs one "

@@ -44,10 +44,13 @@ def embed_images(
     for i, sample in enumerate(samples):
         length = len(sample.start_token_ids)
         if sample.request.images:
-            # An image token after the prompt is text: the policy wrote it.
-            prompt = np.array(sample.request.prompt_token_ids)
-            is_image = prompt == processor.image_token_id
-            pixels = processor.process(sample.request.images)
+            # Other image tokens are text: the policy wrote them.
+            request = sample.request
+            prompt = np.array(request.prompt_token_ids)
+            is_image = np.zeros(prompt.size, np.bool_)
+            for first, size in processor.places(request.prompt_token_ids, request.image_starts):
+                is_image[first : first + size] = True
+            pixels = processor.process(request.images)
             here = positions_3T[:, start : start + length]
             prompt_positions, offset = model.base_model.get_rope_index(
                 torch.from_numpy(prompt)[None],

@@ -57,8 +57,8 @@ def prompt_of(
     )
 
     pixels = vision.process(images)
-    # An image token after the prompt is text: the policy wrote it.
-    spans = vision.places(sample.request.prompt_token_ids)
+    # Other image tokens are text: the policy wrote them.
+    spans = vision.places(sample.request.prompt_token_ids, sample.request.image_starts)
     grid_thw = torch.from_numpy(pixels.grid_thw)
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid_thw.prod(1)),

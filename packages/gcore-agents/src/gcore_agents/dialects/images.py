@@ -1,0 +1,83 @@
+"""Images in the bodies of calls: base64 within limits, and nothing that would have to be fetched."""
+
+import base64
+import binascii
+
+from gcore_agents.chat.images import ImageProcessor, digest_image
+from gcore_agents.dialects.fields import JsonFields
+from gcore_agents.errors import CallError
+from gcore_agents.session import Session
+
+MAX_IMAGE_BYTES = 16 << 20
+"""Longest image file."""
+MAX_PIXELS = 1 << 24
+"""Most pixels of an image, which is not decoded if it says that it has more."""
+_SIGNATURES = {
+    "image/png": (b"\x89PNG\r\n\x1a\n",),
+    "image/jpeg": (b"\xff\xd8\xff",),
+    "image/gif": (b"GIF87a", b"GIF89a"),
+    "image/webp": (b"RIFF",),
+}
+"""First bytes of files by their media type: no other decoder gets to see bytes of an agent."""
+
+
+class ImageReader:
+    """Reads the images of a session's calls; each is decoded once, however often it is sent again.
+
+    Example:
+        >>> class Any:
+        ...     def check_image(self, image, *, max_pixels):
+        ...         pass
+        >>> url = "data:image/gif;base64," + base64.b64encode(b"GIF89a...").decode()
+        >>> ImageReader(Any()).read_url(JsonFields({"url": url}), "url")
+        b'GIF89a...'
+    """
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        self._processor = processor
+        self._checked: set[str] = set()
+
+    def read_url(self, fields: JsonFields, field: str) -> bytes:
+        """Return the image file in a ``data:`` URL."""
+        scheme, _, rest = fields.require_text(field).partition(":")
+        media_type, mark, data = rest.partition(";base64,")
+        if scheme != "data" or not mark:
+            fields.fail(field, "data:image/png;base64,...: nothing is fetched")
+        return self._decode(fields, field, media_type, data)
+
+    def read_base64(self, fields: JsonFields, field: str, type_field: str) -> bytes:
+        """Return the image file in a field, with its media type in another."""
+        media_type = fields.require_text(type_field)
+        if media_type not in _SIGNATURES:
+            fields.fail(type_field, " or ".join(_SIGNATURES))
+        return self._decode(fields, field, media_type, fields.require_text(field))
+
+    def _decode(self, fields: JsonFields, field: str, media_type: str, data: str) -> bytes:
+        if media_type not in _SIGNATURES:
+            fields.fail(field, " or ".join(_SIGNATURES))
+        if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+            fields.fail(field, f"an image of up to {MAX_IMAGE_BYTES >> 20} MiB")
+        try:
+            image = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            fields.fail(field, "base64")
+        if not any(image.startswith(start) for starts in _SIGNATURES.values() for start in starts):
+            fields.fail(field, f"a file of the type {media_type}")
+        digest = digest_image(image)
+        if digest not in self._checked:
+            try:
+                self._processor.check_image(image, max_pixels=MAX_PIXELS)
+            except ValueError as error:
+                name = fields.name(field)
+                raise CallError(
+                    f"{name} is no image that the model takes: {error}", field=name
+                ) from error
+            self._checked.add(digest)
+        return image
+
+
+def make_image_reader(session: Session | None) -> ImageReader | None:
+    """Return what reads the images of a session's calls; None: its model takes none."""
+    if session is None or session.encoder.vision is None:
+        return None
+    return ImageReader(session.encoder.vision)
