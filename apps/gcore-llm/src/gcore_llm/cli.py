@@ -160,8 +160,8 @@ def parse_train_args(args: Sequence[str]) -> TrainArgs:
 
 
 def _warm_up_agent() -> TrainArgs:
-    """Return the recipe `agent` with a warm-up that leaves something to learn, and has few checks: agents are slow."""
-    warmup = WarmupConfig(max_steps=105, target_accuracy=0.3, test_freq=35)
+    """Return the recipe `agent` with a warm-up that leaves something to learn, and has one check: agents are slow."""
+    warmup = WarmupConfig(max_steps=105, batch_size=96, test_freq=105)
     return replace(convert_settings(agent(), TrainArgs), warmup=warmup)
 
 

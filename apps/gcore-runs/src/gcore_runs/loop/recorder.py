@@ -1,5 +1,6 @@
 """Recording of a run's job: metrics, spans, warnings, checkpoints, what the screen shows, and Ctrl-C between steps."""
 
+import gc
 import logging
 import math
 import signal
@@ -269,7 +270,13 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
         loop = replace(self.config.loop, reports_waves=follows_load)
 
         async def run(ctx: Context[Any]) -> None:
-            await RLHFLoop(ctx, self.modality(), loop, self, recorder).run()
+            # What is there now, such as imported modules, stays to the end. Each full collection would look through it.
+            gc.collect()
+            gc.freeze()
+            try:
+                await RLHFLoop(ctx, self.modality(), loop, self, recorder).run()
+            finally:
+                gc.unfreeze()
 
         return run
 
