@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from gcore_placement.cli.page import page
 from gcore_placement.cli.run_settings import run_settings
 from gcore_placement.cluster import DEVICES, Cluster, Device
 from gcore_placement.errors import PlacementError, read_json, refusal
@@ -256,6 +255,7 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
+    from gcore_placement.cli.page import page
     from gcore_placement.cli.tables import counting, print_comparison
 
     for option, path in (("--html", arguments.html), ("--save-trace", arguments.save_trace)):
