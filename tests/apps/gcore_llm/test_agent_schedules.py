@@ -124,9 +124,14 @@ def check_trained_once(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_long_sessions_go_on_in_the_next_step(cli: Cli, agent_args: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [[], ["--controllers", "2"], ["--rollout.num-processes", "2"]], ids=" ".join
+)
+def test_long_sessions_go_on_in_the_next_step(
+    cli: Cli, agent_args: list[str], options: list[str]
+) -> None:
     """No step waits for them, each prompt is trained on once, and engine and trainer agree as for single turns."""
-    cli.ok(*use_uneven(agent_args, "--trainer.save-freq", "10"))
+    cli.ok(*use_uneven(agent_args, "--trainer.save-freq", "10"), *options)
     run = cli.cwd / "runs/default"
     check_trained_once(run)
     rows = step_rows(run)
