@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import ray
+import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
@@ -58,7 +59,7 @@ class Handle:
 def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
     assert num_threads == 1
     return Handle(
-        ray.remote(Engine).options(**options, max_restarts=-1, max_task_retries=-1).remote(),
+        ray.remote(Engine).options(**options, max_restarts=-1).remote(),
         factory,
     )
 
@@ -85,6 +86,17 @@ def make_worker(device: str) -> Any:
 
 def enter(rank: int) -> None:
     del rank
+
+
+SPEC = TrainerSpec(
+    make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter
+)
+
+
+def rank_of(worker: Any) -> int:
+    """A message: the rank that torch.distributed knows."""
+    del worker
+    return torch.distributed.get_rank()
 
 
 def place(worker: Any) -> tuple[str, str | None]:
@@ -118,6 +130,20 @@ async def test_controllers_with_models_have_gpus_of_their_own() -> None:
     assert {gpu for _, gpu in found} == {"0", "1"}
 
 
+async def test_ranks_with_gpus_of_their_own_are_numbered_by_node_and_gpu() -> None:
+    """Ray starts them on each node in turn, so that neighbours would be on two nodes."""
+    group = RayTrainerGroup()
+    try:
+        await group.start(SPEC, num_cpus=0.5, num_gpus=1.0, timeout_s=300.0)
+        own = places(group)
+        assert own == sorted(own)
+        assert len(set(own)) == NUM_NODES * GPUS_PER_NODE
+        joined = [ray.get(actor.ask.remote(rank_of)) for actor in group.ranks.actors]
+        assert joined == [0, 1, 2, 3]
+    finally:
+        group.close()
+
+
 async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     reserved = SimpleNamespace(gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=300.0)
     config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
@@ -129,15 +155,12 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
         put_to_sleep=put_to_sleep,
         connect=connect_engine,
     )
-    spec = TrainerSpec(
-        make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter
-    )
     group = RayTrainerGroup()
     try:
         await engines.resize(SIZES, config)
         ranks, _ = share_devices(SIZES, await engines.devices())
         # No GPU is left, and the ranks need none of their own.
-        await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=300.0, devices=ranks)
+        await group.start(SPEC, num_cpus=0.5, num_gpus=1.0, timeout_s=300.0, devices=ranks)
         own = places(group)
         assert own == sorted(own), "neighbours are on one node"
         assert len(set(own)) == NUM_NODES * GPUS_PER_NODE

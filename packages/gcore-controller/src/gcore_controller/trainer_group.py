@@ -204,7 +204,7 @@ class TrainerSpec:
     num_threads: int
     """Threads of torch in each rank."""
     enter_process: Callable[[int], None]
-    """Called with the rank first of all in its process, for instance to redirect its output."""
+    """Called with the rank in its process before anything is built, for instance to redirect its output."""
     put_weights: Callable[..., Any] | None = None
     """Copy weights that are not on the meta device to where engines on other nodes can read them; needed on Ray.
 

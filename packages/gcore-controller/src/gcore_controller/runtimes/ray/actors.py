@@ -5,19 +5,21 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from gcore_controller.errors import ControllerDiedError, ControllerError
+from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError
 from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
+from gcore_controller.runtimes.ray.cluster import free_resources
 from gcore_controller.runtimes.ray.devices import ReservedDevice
 
 _ANSWER_TIMEOUT_S = 10.0
+_RETRY_S = 0.1
 HEARTBEAT_EVERY_S = 1.0
 """Time between two looks at the heartbeats of actors."""
 _NEWS_S = 5.0
@@ -321,8 +323,8 @@ class RoleActors(Generic[ConfigT]):
         calls: list[Any] = []
         for judges in self.judges.values():
             for judge, engine in zip(judges, self.handles["engine"], strict=True):
-                calls.append(judge.actor.__ray_call__.remote(_device))
-                calls.append(engine.actor.__ray_call__.remote(_device))
+                calls.append(judge.actor.__ray_call__.remote(ReservedDevice.of_actor))
+                calls.append(engine.actor.__ray_call__.remote(ReservedDevice.of_actor))
         devices = await answers_in_time(calls)
         for judge, engine in zip(devices[::2], devices[1::2], strict=True):
             if judge is None or engine is None or judge.node != engine.node:
@@ -336,7 +338,7 @@ class RoleActors(Generic[ConfigT]):
             # With one judge, the last engines of the policy become the last of the judge.
             handles += reversed([*chain.from_iterable(self.judges.values())])
         handles += self.handles.get(LENT, [])
-        calls = [handle.actor.__ray_call__.remote(_device) for handle in handles]
+        calls = [handle.actor.__ray_call__.remote(ReservedDevice.of_actor) for handle in handles]
         return await asyncio.gather(*calls)
 
     async def end_turn(self, *, timeout_s: float) -> None:
@@ -388,7 +390,7 @@ class RoleActors(Generic[ConfigT]):
         num_threads = max(1, config.threads // config.sizes.num_engine_places)
         size = config.sizes.devices_per_engine
         if neighbour is not None:
-            device: ReservedDevice = await neighbour.actor.__ray_call__.remote(_device)
+            device = await _wait_for_device(neighbour, config.ray.timeout_s)
             factory = partial(_on_gpus, device.gpus, factory)
             return self.start(factory, num_threads=num_threads, **device.options)
         return self.start(
@@ -404,11 +406,16 @@ class RoleActors(Generic[ConfigT]):
         await asyncio.gather(*map(self.end, handles), return_exceptions=True)
 
 
-def _device(actor: Any) -> ReservedDevice:
-    """Return the device of an actor."""
-    del actor
-    return ReservedDevice(
-        ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+async def _wait_for_device(handle: Any, timeout_s: float) -> ReservedDevice:
+    """Return the device of an actor once it runs: Ray may be restarting it, on another node."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while True:
+                with suppress(ActorUnavailableError):
+                    return await handle.actor.__ray_call__.remote(ReservedDevice.of_actor)
+                await asyncio.sleep(_RETRY_S)
+    raise ClusterError(
+        f"an engine that died was not restarted within {timeout_s} s: free are {free_resources()}"
     )
 
 

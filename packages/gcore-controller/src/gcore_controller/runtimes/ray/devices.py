@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.context import rank_name
@@ -18,6 +19,17 @@ class ReservedDevice:
     """Ray's id of the node."""
     gpus: Sequence[str] = ()
     """Ray's ids of the GPUs on the node."""
+
+    @classmethod
+    def of_actor(cls, actor: Any) -> Self:
+        """Return what the actor that this is called in has reserved."""
+        del actor
+        return cls(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
+
+    @property
+    def sort_key(self) -> tuple[str, list[tuple[int, str]]]:
+        """Orders devices such that those of one node are next to each other, by their number there."""
+        return self.node, [(len(gpu), gpu) for gpu in self.gpus]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,4 +92,4 @@ def _sorted_slots(
     slots: list[tuple[int, ReservedDevice]] = []
     for i, device in enumerate(devices):
         slots.extend((i, part) for part in device.split(sizes.devices_per_engine))
-    return sorted(slots, key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))
+    return sorted(slots, key=lambda slot: slot[1].sort_key)

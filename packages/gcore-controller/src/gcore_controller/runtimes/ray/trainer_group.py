@@ -45,44 +45,42 @@ from gcore_controller.trainer_group import (
 class TrainingRank:
     """The actor of one rank, which answers one message after the other, in the working folder of the run."""
 
-    def __init__(
-        self, spec: TrainerSpec, rank: int, folder: Path, gpus: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, spec: TrainerSpec, folder: Path, gpus: Sequence[str] | None = None) -> None:
         os.chdir(folder)
         if gpus is not None:
             # Those of another actor: Ray hides what a process has not reserved.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        spec.enter_process(rank)
         self._spec = spec
-        self._rank = rank
         self._worker: TrainerWorker[Any] | None = None
 
     @ray.method(concurrency_group="news")
     def is_alive(self) -> None:
         """Return at once, whatever the rank does."""
 
-    def place(self) -> tuple[str, tuple[str, int]]:
-        """Return this process and its node in words, and the host and port on which it listens."""
+    def place(self) -> tuple[str, tuple[str, int], ReservedDevice]:
+        """Return this process and its node in words, the host and port where it listens, and what it has reserved."""
         host = ray.util.get_node_ip_address()
         # Open from here on, so that no other process takes the port before the ranks meet there.
         self._listener = socket.create_server((host, 0))
-        return f"process {os.getpid()} on {host}", (host, self._listener.getsockname()[1])
+        address = host, self._listener.getsockname()[1]
+        return f"process {os.getpid()} on {host}", address, ReservedDevice.of_actor(self)
 
-    def join(self, host: str, port: int) -> dict[str, Replica]:
+    def join(self, rank: int, host: str, port: int) -> dict[str, Replica]:
         """See `join_ranks`; ranks meet where rank 0 listens. Ray shows each actor its own GPUs only."""
+        self._spec.enter_process(rank)
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 
         with self._listener as listener:
-            descriptor = listener.detach() if self._rank == 0 else None
+            descriptor = listener.detach() if rank == 0 else None
         store = TCPStore(
             host,
             port,
-            is_master=self._rank == 0,
+            is_master=rank == 0,
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
         device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
-        self._worker, replicas = join_ranks(self._spec, self._rank, store, device)
+        self._worker, replicas = join_ranks(self._spec, rank, store, device)
         return replicas
 
     def ask(self, message: Message) -> Any:
@@ -147,7 +145,8 @@ class RayTrainerGroup(TrainerGroup):
         """Start all ranks from the model that the run starts with; end those of before.
 
         The first ranks are on ``devices`` that other actors have reserved; each of the rest reserves ``num_cpus`` and
-        ``num_gpus``.
+        ``num_gpus``. These are numbered by node and GPU once they have started, so that groups of neighbours, such as
+        those of tensor parallelism, are on one node.
 
         Raises:
             RankError: a rank died.
@@ -163,13 +162,13 @@ class RayTrainerGroup(TrainerGroup):
             "scheduling_strategy": "SPREAD",
         }
         actors: list[Any] = []
-        for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
+        for _, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
             options = default_options
             gpus = None
             if device is not None:
                 options = device.options
                 gpus = device.gpus
-            actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
+            actors.append(make.options(**options).remote(spec, Path.cwd(), gpus))
         self.ranks = RankHandles(
             actors,
             expected_errors=spec.expected_errors,
@@ -177,11 +176,19 @@ class RayTrainerGroup(TrainerGroup):
         )
         try:
             async with asyncio.timeout(timeout_s):
-                addresses = await self.ranks.call("place")
-                locations = [location for location, _ in addresses.values()]
-                self.ranks = replace(self.ranks, locations=locations)
-                _, address = addresses[0]
-                joined = await self.ranks.call("join", *address)
+                placed = await self.ranks.call("place")
+                order = sorted(placed, key=lambda i: (i >= len(devices), placed[i][2].sort_key))
+                self.ranks = replace(
+                    self.ranks,
+                    actors=[actors[i] for i in order],
+                    locations=[placed[i][0] for i in order],
+                )
+                address = placed[order[0]][1]
+                calls = {
+                    rank: actor.join.remote(rank, *address)
+                    for rank, actor in enumerate(self.ranks.actors)
+                }
+                joined = await self.ranks.answers(calls)
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
