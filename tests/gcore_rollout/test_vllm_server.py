@@ -1,7 +1,7 @@
 """`VLLMServerEngine` on a real `vllm serve`: all that every engine promises."""
 
 import asyncio
-import sys
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_oracles import TinyModel, collect, errors, make_request
 from server_oracles import PROMISES, check_closing, check_update_in_mid_generation
-from server_processes import free_port, served
+from server_processes import served_by_vllm
 from slow_hf_engine import STEP_S
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
@@ -22,36 +22,15 @@ globals().update(PROMISES)
 
 
 @pytest.fixture(scope="module")
-def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    command = [
-        # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tied.path)),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *(
-            "--enable-scale-out",
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--generation-config",
-            "vllm",
-        ),
-        *("--skip-tokenizer-init", "--no-enable-chunked-prefill"),
-        *("--worker-extension-cls", "slow_vllm_worker.SlowWorker"),
-        *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-        *("--max-num-seqs", str(MAX_NUM_SEQS)),
-    ]
-    env = {
-        "PYTHONPATH": str(Path(__file__).parent),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # One process less to start.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Else the first log-probs wait for a compiler.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+def url(
+    vllm_forks: None, tied: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    del vllm_forks
+    options = ["--worker-extension-cls", "slow_vllm_worker.SlowWorker"]
+    options += ["--max-num-seqs", str(MAX_NUM_SEQS)]
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
+    with served_by_vllm(tied.path, *options, log=log, env=env) as address:
         client = ServerClient(address, timeout_s=600)
         client.call_blocking(
             "POST", "/collective_rpc", body={"method": "slow_down", "args": [STEP_S]}

@@ -5,11 +5,14 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from forks import FORK
 
 _SERVE_SGLANG = Path(__file__).parents[2] / "scripts" / "sglang-cpu" / "serve"
 
@@ -48,6 +51,37 @@ def served(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def served_by_vllm(
+    model: Path, *options: str, log: Path, env: Mapping[str, str] | None = None
+) -> Generator[str]:
+    """vLLM, in a fork where the fixture `vllm_forks` is used: its import takes longer than all else."""
+    port = free_port()
+    command = [
+        # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
+        *(sys.executable, *FORK, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--enable-scale-out", "--generation-config", "vllm"),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--skip-tokenizer-init", "--no-enable-chunked-prefill"),
+        *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
+        *options,
+    ]
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        # One process less to start.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Else the first log-probs wait for a compiler.
+        "TORCH_COMPILE_DISABLE": "1",
+        **(env or {}),
+    }
+    with served(command, port=port, env=variables, log=log, timeout_s=1800) as url:
+        yield url
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +20,7 @@ from command_line import (
     val_rows,
 )
 from process_tree import left_after
-from server_processes import free_port, served
+from server_processes import free_port, served_by_vllm
 from waiting import wait_until
 
 SERVED = (
@@ -238,40 +237,16 @@ def test_speculation_in_a_process(vllm_cli: Cli, own_args: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(vllm_forks: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    del vllm_forks
     with vllm_server(tiny, tmp_path_factory.mktemp("vllm")) as address:
         yield address
 
 
 def vllm_server(model: Path, folder: Path) -> AbstractContextManager[str]:
     """Start a server of a model, and yield its URL."""
-    port = free_port()
-    command = [
-        # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *(
-            "--enable-scale-out",
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--generation-config",
-            "vllm",
-        ),
-        *("--skip-tokenizer-init", "--no-enable-chunked-prefill", "--max-num-seqs", "64"),
-        *("--worker-extension-cls", "gcore_rollout.TiedHeadWorker"),
-        *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-    ]
-    env = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        # One process less to start.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Else the first log-probs wait for a compiler.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-    return served(command, port=port, env=env, log=folder / "log", timeout_s=1800)
+    options = ["--max-num-seqs", "64", "--worker-extension-cls", "gcore_rollout.TiedHeadWorker"]
+    return served_by_vllm(model, *options, log=folder / "log")
 
 
 @pytest.fixture
