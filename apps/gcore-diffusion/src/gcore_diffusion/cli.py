@@ -1,10 +1,10 @@
 """The `gcore-diffusion` command."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -26,16 +26,15 @@ from gcore_runs import (
     NonNegative,
     RunArgs,
     convert_settings,
-    doctor_command,
     extend_recipes,
-    logs_command,
     parse,
     parse_arguments,
-    report_command,
     run_command,
     run_training,
-    trace_command,
 )
+
+if TYPE_CHECKING:
+    from gcore_runs import Kind
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -85,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv,
         usage=_USAGE,
         settings=_settings,
+        kinds=_kinds,
         not_resumed=("simulate",),
     )
 
@@ -140,18 +140,14 @@ def _simulate(args: Sequence[str]) -> None:
     run_simulate(args)
 
 
-def _report(args: Sequence[str]) -> None:
+def _kinds() -> "Mapping[str, Kind]":
     from gcore_diffusion.training import KINDS
 
-    report_command("gcore-diffusion", KINDS, args)
+    return KINDS
 
 
 _COMMANDS: dict[str, Command] = {
     "train": _train,
     "sample": _sample,
     "simulate": _simulate,
-    "report": _report,
-    "trace": partial(trace_command, "gcore-diffusion"),
-    "logs": partial(logs_command, "gcore-diffusion"),
-    "doctor": partial(doctor_command, "gcore-diffusion"),
 }

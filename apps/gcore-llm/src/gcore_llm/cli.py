@@ -27,15 +27,11 @@ from gcore_runs import (
     NonNegative,
     RunArgs,
     convert_settings,
-    doctor_command,
     extend_recipes,
-    logs_command,
     parse,
     parse_arguments,
-    report_command,
     run_command,
     run_training,
-    trace_command,
 )
 
 _AGENT = "--rollout.agent.run"
@@ -136,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv,
         usage=_USAGE,
         settings=_settings,
+        kinds=lambda: KINDS,
         not_resumed=("simulate", "from-verl", "from-trl", "compare-with"),
     )
 
@@ -252,10 +249,6 @@ _COMMANDS: dict[str, Command] = {
     "dpo": partial(run_fine_tuning, "dpo"),
     "sample": _sample,
     "eval": _eval,
-    "report": partial(report_command, "gcore-llm", KINDS),
-    "trace": partial(trace_command, "gcore-llm"),
-    "logs": partial(logs_command, "gcore-llm"),
-    "doctor": partial(doctor_command, "gcore-llm"),
     "simulate": _simulate,
     "from-verl": _from_verl,
     "from-trl": _from_trl,

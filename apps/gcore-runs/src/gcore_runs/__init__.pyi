@@ -1,15 +1,11 @@
 from .command_line import (
     Command as Command,
     RunArgs as RunArgs,
-    logs_command as logs_command,
     print_table as print_table,
-    report_command as report_command,
     run_command as run_command,
     run_training as run_training,
-    trace_command as trace_command,
 )
 from .data.rows import RowSource as RowSource
-from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError
 from .host_memory import (
     available_host_bytes as available_host_bytes,

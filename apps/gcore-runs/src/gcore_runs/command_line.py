@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -110,19 +111,30 @@ def run_command(
     *,
     usage: str,
     settings: Callable[[], Settings] = dict,
+    kinds: "Callable[[], Mapping[str, Kind]]" = dict,
     not_resumed: Collection[str] = (),
 ) -> None:
-    """Run one of an app's commands; wrong input ends it with exit code 2 and one message, an interruption with 130.
+    """Run one of an app's commands, or of those that all apps have: report, trace, logs and doctor.
+
+    Wrong input ends it with exit code 2 and one message, an interruption with 130.
 
     Args:
         app: name of the command, and of its distribution.
-        commands: the app's commands, by name.
+        commands: the app's own commands, by name.
         argv: the arguments after the app's name; None: those of this process.
         usage: printed for ``--help``.
         settings: returns the options of the app's own commands, for completion in a shell.
+        kinds: returns the kinds of the app's runs, for their reports; see `render_report`.
         not_resumed: commands that do not continue after an interruption when they are called again.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    commands = {
+        **commands,
+        "report": partial(_report, app, kinds),
+        "trace": partial(_trace, app),
+        "logs": partial(_logs, app),
+        "doctor": partial(_check_machines, app),
+    }
     if not args or args[0] in ("-h", "--help"):
         with ends_with_its_reader():
             print(f"{usage}\n{EPILOG}", end="")
@@ -250,7 +262,7 @@ def print_table(
     Console().print(table)
 
 
-def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -> None:
+def _report(app: str, kinds: "Callable[[], Mapping[str, Kind]]", args: Sequence[str]) -> None:
     """Write a run's report again, and print its path; see `render_report`."""
     parsed = parse_arguments(
         RunArgs, args, prog=f"{app} report", description="Write a run's report.html again."
@@ -258,7 +270,7 @@ def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -
     from gcore_runs.report.page import render_report
     from gcore_runs.run_folder import RunFolder
 
-    print(render_report(RunFolder.existing(parsed.run).path, kinds))
+    print(render_report(RunFolder.existing(parsed.run).path, kinds()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +281,7 @@ class TraceArgs(RunArgs, Checked):
     """How many steps, the last ones; 0: all of them."""
 
 
-def trace_command(app: str, args: Sequence[str]) -> None:
+def _trace(app: str, args: Sequence[str]) -> None:
     """Write a run's `trace.json`, and print its path; see `gcore_runs.report.trace.write_trace`."""
     parsed = parse_arguments(TraceArgs, args, prog=f"{app} trace")
     from gcore_runs.report.trace import write_trace
@@ -292,7 +304,7 @@ class LogsArgs(RunArgs, Checked):
     """How many of the existing lines, the last ones; 0: all of them."""
 
 
-def logs_command(app: str, args: Sequence[str]) -> None:
+def _logs(app: str, args: Sequence[str]) -> None:
     """Print what the processes of a run have logged, by time."""
     parsed = parse_arguments(LogsArgs, args, prog=f"{app} logs")
     from gcore_runs.logs import merged_lines
@@ -306,3 +318,9 @@ def logs_command(app: str, args: Sequence[str]) -> None:
             print(printable(line), flush=parsed.follow)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _check_machines(app: str, args: Sequence[str]) -> None:
+    from gcore_runs.doctor.command import doctor_command
+
+    doctor_command(app, args)
