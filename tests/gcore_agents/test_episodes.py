@@ -21,29 +21,38 @@ from gcore_agents import (
     Reply,
     Session,
     SessionReward,
+    choose_trained,
     run_episode,
     run_function,
 )
 from gcore_agents.session import SessionStatus
 from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
-from gcore_llm.agents.episodes import AgentRunner, EpisodePlayer, turn_returns
-from gcore_rollout import Completion, Prompt, Request, RolloutError, SamplingParams
+from gcore_llm.agents.episodes import AgentRunner, EpisodePlayer, agent_returns, turn_returns
+from gcore_rollout import (
+    Completion,
+    EpisodeError,
+    Prompt,
+    Request,
+    RolloutError,
+    SamplingParams,
+)
 
 USER = {"role": "user", "content": "?"}
 MORE = {"role": "user", "content": "And?"}
 
 
 class DyingEngine:
-    """Answers once."""
+    """Answers some turns."""
 
     weight_version = 0
 
-    def __init__(self) -> None:
+    def __init__(self, num_turns: int = 1) -> None:
         self.num_requests = 0
+        self.num_turns = num_turns
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         self.num_requests += 1
-        if self.num_requests > 1:
+        if self.num_requests > self.num_turns:
             raise RolloutError("the engine is gone")
         tokens = np.array(make_tokenizer()(f"One.{END}")["input_ids"])
         yield Completion(
@@ -54,6 +63,19 @@ class DyingEngine:
             weight_versions=np.zeros(tokens.size, np.int32),
             finish_reason="stop",
         )
+
+
+def make_player(drive: Any, **fields: Any) -> EpisodePlayer:
+    return EpisodePlayer(
+        drive=drive,
+        encoder=ChatEncoder(make_tokenizer()),
+        multi_turn=MultiTurnConfig(),
+        max_context=0,
+        timeout_s=0.0,
+        needs_score=True,
+        is_agent=True,
+        **{"credit": None, **fields},
+    )
 
 
 async def ask(
@@ -74,16 +96,7 @@ async def test_a_failure_of_the_engine_is_the_run_s_even_if_the_agent_handles_it
         session.add_reward(SessionReward(value=0.0))
         return ["One."]
 
-    player = EpisodePlayer(
-        drive=answer_in_any_case,
-        encoder=ChatEncoder(make_tokenizer()),
-        multi_turn=MultiTurnConfig(),
-        max_context=0,
-        credit=None,
-        timeout_s=0.0,
-        needs_score=True,
-        is_agent=True,
-    )
+    player = make_player(answer_in_any_case)
     engine: Any = DyingEngine()
     prompt = Prompt(text="?", token_ids=(1,), row={})
     with pytest.raises(RolloutError, match="the engine is gone"):
@@ -110,6 +123,72 @@ async def test_a_turn_that_the_agent_did_not_get_is_worth_nothing_to_the_one_bef
     session.add_reward(SessionReward(value=1.0, response_id=last.response_id))
     returns = turn_returns(session, discount=1.0)
     assert (returns[0], returns[2]) == (1.0, 1.0)
+
+
+async def test_a_turn_has_the_score_of_its_agent_or_else_of_the_session() -> None:
+    session = make_session("One.")
+    turns = [await ask(session, USER, agent=name) for name in ("a", "b", "", "c")]
+    session.add_reward(SessionReward(value=1.0, agent="a", name="win"))
+    session.add_reward(SessionReward(value=0.5, response_id=turns[0].response_id))
+    session.add_reward(SessionReward(value=-1.0, response_id=turns[1].response_id))
+    with pytest.raises(EpisodeError, match=r"agent '' of episode 'session' has no reward"):
+        agent_returns(session)
+    session.add_reward(SessionReward(value=3.0))
+    assert agent_returns(session) == [1.5, -1.0, 3.0, 3.0]
+
+
+async def test_an_agent_without_a_reward_fails_its_session_only_if_it_has_a_turn() -> None:
+    session = make_session("One.")
+    await ask(session, USER, agent="a")
+    await ask(session, USER, agent="b", is_delivered=False)
+    session.add_reward(SessionReward(value=1.0, agent="a"))
+    assert agent_returns(session)[0] == 1.0
+    await ask(session, MORE, agent="b")
+    with pytest.raises(EpisodeError, match="agent 'b' of episode"):
+        agent_returns(session)
+
+
+async def test_agents_that_ask_the_same_each_have_their_turn_and_continue_it() -> None:
+    session = make_session("Yes.")
+    first = await ask(session, USER, agent="a")
+    second = await ask(session, USER, agent="b")
+    await ask(session, USER, agent="b")
+    await ask(session, USER, first.message, MORE, agent="a")
+    graph = session.graph
+    last = list(graph.turns())[-1]
+    assert last.path()[1].response_id == first.response_id
+    # The third asks again what the second had asked.
+    unwanted = graph.find_turn(second.response_id)
+    assert choose_trained(session) == set(graph.turns()) - {unwanted}
+
+
+async def test_a_sample_has_the_agents_of_its_turns() -> None:
+    async def play(session: Session, prompt: Prompt) -> list[str]:
+        del prompt
+        first = await ask(session, USER, agent="b")
+        await ask(session, USER, first.message, MORE, agent="a")
+        session.add_reward(SessionReward(value=2.0, agent="a"))
+        session.add_reward(SessionReward(value=-2.0, agent="b"))
+        return ["One."]
+
+    player = make_player(play, credit=agent_returns)
+    engine: Any = DyingEngine(num_turns=2)
+    prompt = Prompt(text="?", token_ids=(1,), row={})
+    response = await player.play(engine, prompt, "0/0", SamplingParams(max_tokens=100), 0)
+    texts = [
+        (agent, make_tokenizer().decode(response.token_ids[tokens]))
+        for tokens, agent in response.list_turns()
+    ]
+    assert texts == [("b", f"One.{END}"), ("a", f"One.{END}")]
+    assert response.credit is not None
+    assert [response.credit[tokens].tolist() for tokens, _ in response.list_turns()] == [
+        [-2.0] * 5,
+        [2.0] * 5,
+    ]
+    assert response.score == 0.0
+    assert response.parts["agent/a/return"] == 2.0
+    assert response.parts["agent/b/return"] == -2.0
+    assert "agent/return" not in response.parts
 
 
 @pytest.mark.parametrize(
@@ -143,6 +222,34 @@ async def test_rewards_that_are_no_finite_numbers_fail_their_session(value: obje
     task = AgentTask(row={}, base_url="", api_key="", session=make_session())
     with pytest.raises(AgentFailedError, match="as 'reward'; expected a finite number"):
         await run_function(score_so, task, timeout_s=60)
+
+
+async def test_a_function_returns_rewards_of_single_agents() -> None:
+    session = make_session("One.")
+    await ask(session, USER, agent="planner")
+    await ask(session, USER, agent="helper")
+
+    def score(task: AgentTask) -> Any:
+        return task.row["rewards"]
+
+    async def run(*rewards: object) -> None:
+        task = AgentTask(row={"rewards": list(rewards)}, base_url="", api_key="", session=session)
+        await run_function(score, task, timeout_s=60)
+
+    await run(
+        SessionReward(value=1, agent="planner"),
+        SessionReward(value=0.5, agent="planner", name="style"),
+        SessionReward(value=-1.0, agent="helper"),
+    )
+    assert session.agent_score("planner") == 1.5
+    assert session.agent_score("helper") == -1.0
+    unknown = "refused: agent is 'judge'; expected one of: helper, planner"
+    with pytest.raises(AgentFailedError, match=unknown):
+        await run(SessionReward(value=1.0, agent="judge"))
+    with pytest.raises(AgentFailedError, match=r"returned 1\.0; expected a SessionReward"):
+        await run(1.0)
+    with pytest.raises(AgentFailedError, match="returned nan as 'reward'; expected a finite"):
+        await run(SessionReward(value=math.nan, agent="helper"))
 
 
 async def test_a_sample_has_at_most_a_conversation_and_the_tokens_of_a_response() -> None:

@@ -24,10 +24,11 @@ async def work(*texts: str) -> Session:
     session = make_session(*texts)
     messages: list[Any] = [USER]
     for _ in texts:
-        [reply] = await session.respond(ChatCall(messages=messages))
+        [reply] = await session.respond(ChatCall(messages=messages, agent="solver"))
         session.mark_delivered([reply])
         messages += [reply.message, USER]
         session.add_reward(SessionReward(value=1.0, response_id=reply.response_id))
+    session.add_reward(SessionReward(value=2.0, agent="solver"))
     session.end = "done"
     return session
 
@@ -45,6 +46,8 @@ async def test_sessions_are_given_back_as_they_were(tmp_path: Path) -> None:
         restored = make_session()
         assert restore_session(restored, record, version=7) == [key]
         assert (restored.score, restored.end) == (session.score, "done")
+        assert restored.agent_score("solver") == session.score
+        assert {turn.agent for turn in restored.graph.turns()} == {"solver"}
         trees = [collect_tokens(s.graph, trained=choose_trained(s)) for s in (session, restored)]
         for name in ("prompt_ids", "token_ids", "mask", "log_probs", "weight_versions", "forks"):
             first, second = (getattr(tree, name) for tree in trees)

@@ -93,6 +93,91 @@ async def connect() -> AsyncIterator[Connect]:
             await server.close()
 
 
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("where", ["header", "path", "keyless path"])
+async def test_a_call_says_which_agent_makes_it(connect: Connect, api: str, where: str) -> None:
+    client = await connect("4")
+    path = PATHS[api]
+    headers: dict[str, str] = {}
+    if where == "header":
+        headers = {"x-gcore-agent": "planner"}
+    elif where == "path":
+        path = f"/a/planner{path}"
+    else:
+        url = client.server.session_url(client.session, agent="planner")
+        path = url.removeprefix(client.server.url).removesuffix("/v1") + path
+        client.key = ""
+    status, reply, _ = await client.call(path, BODIES[api], **headers)
+    assert (status, read_text(api, reply)) == (200, "4")
+    client.key = client.session.key
+    assert await list_agents(client) == ["planner"]
+
+
+async def list_agents(client: Client) -> list[str]:
+    """Return the agent of each turn."""
+    _, graph, _ = await client.call("/v1/session/graph", method="GET")
+    return [node["agent"] for node in graph["nodes"] if node["response_id"]]
+
+
+@pytest.mark.parametrize("name", ["two words", "a/b", "n" * 65, "caf\u00e9"])
+async def test_a_name_of_an_agent_is_short_and_simple(connect: Connect, name: str) -> None:
+    client = await connect("4")
+    status, reply, _ = await client.call(PATHS["chat"], BODIES["chat"], **{"x-gcore-agent": name})
+    assert status == 400
+    assert "expected a name of up to 64 letters, digits, '_', '-' and '.'" in str(reply)
+    assert await list_agents(client) == []
+
+
+async def test_equal_calls_of_two_agents_at_once_are_two_turns(connect: Connect) -> None:
+    client = await connect("one", "two", delay_s=0.1)
+    names = ["first", "second"]
+    calls = [
+        client.call(PATHS["chat"], BODIES["chat"], **{"x-gcore-agent": name}) for name in names
+    ]
+    await asyncio.gather(*calls)
+    assert sorted(await list_agents(client)) == names
+
+
+async def test_agents_have_rewards_of_their_own(connect: Connect) -> None:
+    client = await connect("4")
+    replies: dict[str, Any] = {}
+    for name in ("planner", "helper"):
+        _, replies[name], _ = await client.call(
+            PATHS["chat"], BODIES["chat"], **{"x-gcore-agent": name}
+        )
+    rewards = [
+        {"agent": "planner", "value": 1.0},
+        {"agent": "planner", "value": 0.5, "name": "style"},
+        {"agent": "helper", "value": -1.0, "response_id": replies["helper"]["id"]},
+    ]
+    for reward in rewards:
+        status, _, _ = await client.call("/v1/session/reward", reward)
+        assert status == 200
+    session = client.session
+    assert [session.agent_score(name) for name in ("planner", "helper")] == [1.5, -1.0]
+    assert session.score == 0.5
+    refused = [
+        ({"agent": "judge", "value": 1.0}, "agent is 'judge'; expected one of: helper, planner"),
+        ({"agent": 1, "value": 1.0}, "agent is 1; expected text"),
+        (
+            {"agent": "planner", "value": 1.0, "response_id": replies["helper"]["id"]},
+            "agent is 'planner'; expected one of: helper",
+        ),
+    ]
+    for reward, expected in refused:
+        status, reply, _ = await client.call("/v1/session/reward", reward)
+        assert status == 400
+        assert expected in str(reply), reply
+    assert len(session.rewards) == 3
+
+
+async def test_a_reward_of_an_agent_before_any_has_called(connect: Connect) -> None:
+    client = await connect("4")
+    status, reply, _ = await client.call("/v1/session/reward", {"agent": "a", "value": 1.0})
+    assert status == 400
+    assert "expected one of: none, because no call named its agent" in str(reply)
+
+
 def read_text(api: str, reply: Any) -> str:
     """Return the text of a reply."""
     match api:

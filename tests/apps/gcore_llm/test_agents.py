@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,13 @@ import openai
 from gcore_agents import SessionReward
 
 
-def connect(task):
-    return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+def connect(task, agent=""):
+    return openai.AsyncOpenAI(
+        base_url=task.base_url,
+        api_key=task.api_key,
+        max_retries=0,
+        default_headers={"x-gcore-agent": agent},
+    )
 
 
 async def ask(client, messages, **options):
@@ -53,6 +59,26 @@ def in_a_thread(task):
             ]
             length = float(len(reply.choices[0].message.content))
             task.session.add_reward(SessionReward(value=length, response_id=reply.id))
+
+
+async def planner_and_helper(task):
+    """Two agents of one session: a planner that asks a helper between its two turns. One gains what the other loses."""
+    async with connect(task, "planner") as planner, connect(task, "helper") as helper:
+        question = [{"role": "user", "content": f"{task.row['answer']}: "}]
+        plan = await ask(planner, question)
+        advice = await ask(helper, [{"role": "user", "content": f"? help {plan.content}"}])
+        end = {"role": "user", "content": f" or {advice.content}? "}
+        last = await ask(planner, [*question, plan.model_dump(exclude_none=True), end])
+    gain = len(last.content or "") / 10
+    return [SessionReward(value=gain, agent="planner"), SessionReward(value=-gain, agent="helper")]
+
+
+async def forgets_the_helper(task):
+    return [reward for reward in await planner_and_helper(task) if reward.agent != "helper"]
+
+
+async def rewards_a_stranger(task):
+    return [*await planner_and_helper(task), SessionReward(value=1.0, agent="judge")]
 
 
 async def unscored(task):
@@ -141,6 +167,75 @@ def test_turns_are_credited_one_by_one(cli: Cli, agent_args: list[str], credit: 
             assert row["critic/advantages/max"] == 1
 
 
+def test_each_agent_of_a_session_has_advantages_of_its_own(cli: Cli, agent_args: list[str]) -> None:
+    """They are as computed from the journal: an agent's reward less the mean of this agent's in the group.
+
+    Rewards of each session add up to 0, so that advantages of the session's score would be 0, too.
+    """
+    options = ["--rollout.agent.credit", "branches", "--trainer.log-samples", "32"]
+    # No session is cut off, whose tokens would not be trained on.
+    args = option_set(agent_args, "--data.max-response-length", "512")
+    cli.ok(*use(args, "planner_and_helper", *options))
+    run = cli.cwd / "runs/default"
+    groups = read_rewards(run / "sessions")
+    num_pieces: Counter[str] = Counter()
+    for row in read_rows(run / "samples.jsonl"):
+        group = groups[row["prompt_index"]]
+        for piece in row["pieces"]:
+            assert piece["is_sampled"] == ("agent" in piece)
+            if not piece["is_sampled"]:
+                continue
+            agent = piece["agent"]
+            own = group[row["index"]][agent]
+            mean = sum(rewards[agent] for rewards in group.values()) / len(group)
+            assert piece["credit"] == pytest.approx(own)
+            if row["is_filtered"]:
+                assert own == pytest.approx(mean)
+                continue
+            assert piece["advantage"] == pytest.approx(own - mean, abs=1e-6)
+            num_pieces[agent] += 1
+    assert num_pieces["planner"] == 2 * num_pieces["helper"] > 0
+    for row in step_rows(run):
+        assert row["critic/score/max"] == row["critic/score/min"] == 0
+        assert row["reward/agent/planner/return/mean"] > 0
+        assert row["reward/agent/helper/return/mean"] == pytest.approx(
+            -row["reward/agent/planner/return/mean"]
+        )
+        assert row["critic/advantages/max"] > 0 > row["critic/advantages/min"]
+        assert row["actor/grad_norm"] > 0
+    assert "agent helper" in (run / "report.html").read_text()
+
+
+def read_rewards(journal: Path) -> dict[int, dict[int, dict[str, float]]]:
+    """Return the rewards of a journal's training sessions: by prompt, number of the session and agent."""
+    rewards: dict[int, dict[int, dict[str, float]]] = {}
+    for file in journal.glob("*.jsonl"):
+        for record in read_rows(file):
+            prompt, _, number = record["key"].split()[0].partition("/")
+            if not number.isdecimal():
+                continue
+            by_agent = {reward["agent"]: reward["value"] for reward in record["rewards"]}
+            rewards.setdefault(int(prompt), {})[int(number)] = by_agent
+            turns = [node["agent"] for node in record["nodes"] if "agent" in node]
+            assert turns == ["planner", "helper", "planner"]
+    return rewards
+
+
+@pytest.mark.parametrize(
+    ("agent", "expected"),
+    [
+        ("forgets_the_helper", "agent 'helper' of episode"),
+        ("rewards_a_stranger", "agent is 'judge'; expected one of: helper, planner"),
+    ],
+)
+def test_agents_without_a_reward_and_rewards_without_an_agent(
+    cli: Cli, agent_args: list[str], agent: str, expected: str
+) -> None:
+    finished = cli(*use(agent_args, agent, "--rollout.agent.credit", "branches"))
+    assert finished.code == 2
+    assert expected in " ".join(finished.err.split())
+
+
 def test_a_command_finds_its_model_in_its_environment(cli: Cli, agent_args: list[str]) -> None:
     script = cli.cwd / "agent.py"
     script.write_text(
@@ -219,9 +314,16 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
     [
         (["--rollout.agent.run", "nothing"], "expected PATH.py:function, or 'command: ...'"),
         (["--rollout.agent.run", "none.py:f"], "rollout.agent.run is 'none.py:f': no such file"),
-        (["--rollout.agent.credit", "none"], "expected session, turns, or PATH.py:function"),
+        (
+            ["--rollout.agent.credit", "none"],
+            "expected session, turns, branches, or PATH.py:function",
+        ),
         (
             ["--rollout.agent.credit", "turns", "--reward", "math-verify"],
+            "expected session with reward: turns are credited with the agent's rewards alone",
+        ),
+        (
+            ["--rollout.agent.credit", "branches", "--reward", "math-verify"],
             "expected session with reward: turns are credited with the agent's rewards alone",
         ),
         (

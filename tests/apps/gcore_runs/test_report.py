@@ -532,7 +532,8 @@ def test_samples_of_training_can_be_looked_at_by_step(run_dir: Path) -> None:
 def test_a_conversation_is_shown_in_pieces(run_dir: Path) -> None:
     """Each says who wrote it; a branch says what it follows, and is as deep as there are branches around it."""
     pieces = [
-        {"text": "5", "is_sampled": True, "parent": -1, "version": 3, "credit": 0.5},
+        {"text": "5", "is_sampled": True, "parent": -1, "version": 3}
+        | {"agent": "helper", "credit": 0.5, "advantage": -0.25},
         {"text": HOSTILE, "is_sampled": False, "parent": 0, "version": -1},
         {"text": "c" * 3000, "is_sampled": True, "parent": 0, "version": 4},
         {"text": "d", "is_sampled": True, "parent": -1, "version": 4},
@@ -552,7 +553,10 @@ def test_a_conversation_is_shown_in_pieces(run_dir: Path) -> None:
         "a conversation of its own",
     ]
     assert [piece["depth"] for piece in shown] == [0, 0, 1, 1, 0]
-    assert shown[0]["title"] == "piece 1, sampled by the weights of step 3, credit 0.5"
+    assert (
+        shown[0]["title"]
+        == "piece 1, sampled by the weights of step 3, agent helper, credit 0.5, advantage -0.25"
+    )
     assert shown[1]["text"] == HOSTILE
     assert shown[2]["text"].endswith("1,000 more characters")
 

@@ -29,7 +29,7 @@ SessionEnd = Literal["done", "truncated_turn", "length", "max_turns", "timeout"]
 SessionStatus = Literal["completed", "failed", "truncated"]
 """The outcome of an agent's work, as its runner says when it closes the session."""
 
-_AGENT_NAME = re.compile(r"[\w.-]{0,64}")
+_AGENT_NAME = re.compile(r"[\w.-]{0,64}", re.ASCII)
 _BUDGET_TEXT = "The budget of this session is used up. Stop here and give your final answer."
 
 
