@@ -564,7 +564,9 @@ class TrainConfig(BaseRLConfig):
             "false with actor.activation_offload, whose hooks are not compiled",
         )
 
-    def _check_images(self) -> None:
+    @property
+    def image_conflicts(self) -> list[str]:
+        """The settings with which no image can be taken, whatever the model is."""
         trainer = self.trainer
         num_cp = trainer.parallel.context_parallel_size
         unfit = {
@@ -572,15 +574,19 @@ class TrainConfig(BaseRLConfig):
             f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {num_cp}": num_cp > 1,
             f"rollout.engine is {self.rollout.engine!r}": not self.rollout.kind.takes_images,
-            "rollout makes several turns": self.rollout.has_several_turns,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
-        for name, is_unfit in unfit.items():
-            if is_unfit:
-                raise UserError(
-                    f"{name}; expected a vision-language model, torch without context parallelism, the hf or vllm "
-                    f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
-                )
+        return [name for name, is_unfit in unfit.items() if is_unfit]
+
+    def _check_images(self) -> None:
+        conflicts = self.image_conflicts
+        if self.rollout.has_several_turns:
+            conflicts.append("rollout makes several turns")
+        if conflicts:
+            raise UserError(
+                f"{conflicts[0]}; expected a vision-language model, torch without context parallelism, the hf or vllm "
+                f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,14 @@ from gcore_llm.sampling import (
 )
 from gcore_llm.sections import WarmupConfig, drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, EpisodeRole, Request, RewardError
+from gcore_rollout import (
+    Engine,
+    EngineModelError,
+    EpisodeRole,
+    Request,
+    RewardError,
+    VisionProcessor,
+)
 from gcore_runs import (
     Display,
     RunFolder,
@@ -265,6 +272,7 @@ def scoring_roles(
         max_context=config.data.max_length,
         on_error=config.reward_calls.on_error,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        vision=_load_vision(config, tokenizer),
         journal=journal,
     )
     return {
@@ -274,6 +282,16 @@ def scoring_roles(
         "tokenizer": tokenizer,
         "episodes": episodes,
     }
+
+
+def _load_vision(config: TrainConfig, tokenizer: Any) -> VisionProcessor | None:
+    """Return the policy's image processor for episodes; None: the model sees nothing, or a part of the run does not."""
+    if not config.rollout.has_several_turns or config.image_conflicts:
+        return None
+    try:
+        return VisionProcessor.from_pretrained(tokenizer.name_or_path)
+    except EngineModelError:
+        return None
 
 
 async def _start_inline(

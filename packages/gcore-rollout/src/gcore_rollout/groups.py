@@ -69,6 +69,11 @@ class Group:
         return [r.score for r in self.responses]
 
     @property
+    def has_images(self) -> bool:
+        """True if the prompt or a response has images."""
+        return any(part.images is not None for part in (self, *self.responses))
+
+    @property
     def has_signal(self) -> bool:
         """True if the responses differ in score, or turns in credit, so that their advantages do."""
         if len(set(self.scores)) > 1:

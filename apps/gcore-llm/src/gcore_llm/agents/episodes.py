@@ -42,12 +42,14 @@ from gcore_rollout import (
     EpisodeRole,
     OnError,
     Prompt,
+    PromptImages,
     Request,
     RequestError,
     RewardError,
     RewardRunner,
     RolloutError,
     SamplingParams,
+    VisionProcessor,
     load_function,
 )
 from gcore_runs import UserError
@@ -72,6 +74,7 @@ def make_episodes(
     max_context: int,
     on_error: OnError,
     chat_template_kwargs: Mapping[str, Any],
+    vision: VisionProcessor | None = None,
     journal: SessionJournal | None = None,
 ) -> EpisodeRole | None:
     """Return what plays a run's episodes; None: responses have one turn.
@@ -82,11 +85,12 @@ def make_episodes(
         is_rewarded: whether the run has a reward; otherwise an agent has to return one.
         prompt_key: column of a row with the messages to answer.
         max_context: longest conversation, in tokens.
+        vision: the policy's image processor; None: messages with images are refused.
         journal: keeps finished sessions of agents; None: they are not kept.
     """
     if not (agent.run or multi_turn.is_used):
         return None
-    encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs, vision=vision)
     drive: _Drive
     runner: AgentRunner | None = None
     if agent.run:
@@ -109,6 +113,7 @@ def make_episodes(
     player = EpisodePlayer(
         drive=drive,
         encoder=encoder,
+        model=tokenizer.name_or_path,
         multi_turn=multi_turn,
         max_context=max_context,
         credit=credit,
@@ -165,6 +170,8 @@ class EngineSampler:
         seed: int,
         max_tokens: int,
         stop: Sequence[str] = (),
+        images: Sequence[bytes] = (),
+        image_starts: Sequence[int] = (),
     ) -> SampledTokens:
         """Generate a whole turn, through as many requests as it takes."""
         number = self.num_turns
@@ -176,6 +183,8 @@ class EngineSampler:
                 prompt_token_ids=tuple(prompt_ids),
                 sampling=replace(self.sampling, max_tokens=max_tokens, stop=tuple(stop)),
                 seed=seed,
+                images=tuple(images),
+                image_starts=tuple(image_starts),
             )
             while True:
                 await self._wait_for_engine()
@@ -216,6 +225,8 @@ class EpisodePlayer:
     """Seconds after which calls are answered by a text that ends the agent's loop; 0: any time."""
     needs_score: bool
     """Whether a session without a reward has failed: it would not be worth 0."""
+    model: str = ""
+    """Folder of the policy, whose image processor reads what agents show."""
     is_agent: bool = False
     """Whether an agent decides what the conversations are, so that branches are counted."""
     journal: SessionJournal | None = None
@@ -306,6 +317,10 @@ class EpisodePlayer:
             credit = np.zeros(tree.token_ids.shape, np.float32)
             for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
                 credit[start : start + len(turn.token_ids)] = values[turn]
+        images = None
+        if tree.images:
+            starts = tuple(tree.image_starts)
+            images = PromptImages(model=self.model, sources=tuple(tree.images), starts=starts)
         completion = Completion(
             request_id=session.session_id,
             index=0,
@@ -317,6 +332,7 @@ class EpisodePlayer:
             weight_versions=tree.weight_versions,
             forks=tree.forks if tree.forks.size else None,
             credit=credit,
+            images=images,
             turn_spans=np.array(turn_spans, np.int64),
             agents=tuple(agents),
             turns=tuple(turns),
