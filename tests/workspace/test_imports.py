@@ -61,9 +61,9 @@ ADAPTERS = {
     "datasets": ["apps/gcore-runs/src/gcore_runs/data/hub.py", "apps/gcore-bench/src/gcore_bench/"],
     "prometheus_client": ["apps/gcore-runs/src/gcore_runs/trackers/prometheus.py"],
     "mlflow": ["apps/gcore-runs/src/gcore_runs/trackers/mlflow_runs.py"],
-    "swanlab": ["apps/gcore-runs/src/gcore_runs/trackers/swanlab_runs.py"],
-    "trackio": ["apps/gcore-runs/src/gcore_runs/trackers/trackio_runs.py"],
-    "wandb": ["apps/gcore-runs/src/gcore_runs/trackers/weights_and_biases.py"],
+    "swanlab": ["apps/gcore-runs/src/gcore_runs/trackers/logged_runs.py"],
+    "trackio": ["apps/gcore-runs/src/gcore_runs/trackers/logged_runs.py"],
+    "wandb": ["apps/gcore-runs/src/gcore_runs/trackers/logged_runs.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 

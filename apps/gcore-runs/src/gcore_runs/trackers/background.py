@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from queue import SimpleQueue
 from threading import Thread
-from typing import NamedTuple
 
 from gcore_runs.errors import UserError
 from gcore_runs.logs import one_line
 from gcore_runs.trackers.base import Images, Rows, TrackedRun, Tracker
+from gcore_runs.trackers.logged_runs import start_swanlab, start_trackio, start_wandb
+from gcore_runs.trackers.mlflow_runs import MLflow
 
 _CLOSE_S = 600.0
 """Seconds that the end of a run waits for what its tracker has not taken yet."""
@@ -77,46 +77,22 @@ class Background(Tracker):
             self._try(partial(self._tracker.__exit__, *error))
 
 
-class _Adapter(NamedTuple):
-    library: str
-    """Module that has to be there; the extra that installs it has the tracker's name."""
-    module: str
-    """Module of this folder."""
-    class_name: str
-    """Class in it, made from a `TrackedRun`."""
-    needs: str
-    """Advice for a start that fails."""
-
-
-_ADAPTERS = {
-    "wandb": _Adapter(
-        "wandb",
-        "weights_and_biases",
-        "WandB",
-        "a login (wandb login, or WANDB_API_KEY), or WANDB_MODE=offline",
-    ),
-    "trackio": _Adapter(
-        "trackio", "trackio_runs", "Trackio", "a folder TRACKIO_DIR that can be written"
-    ),
-    "mlflow": _Adapter(
-        "mlflow",
-        "mlflow_runs",
-        "MLflow",
-        "MLFLOW_TRACKING_URI of a server, or the package mlflow for a database",
-    ),
-    "swanlab": _Adapter(
-        "swanlab",
-        "swanlab_runs",
-        "SwanLab",
+_TRACKERS: dict[str, tuple[Callable[[TrackedRun], Tracker], str]] = {
+    "wandb": (start_wandb, "a login (wandb login, or WANDB_API_KEY), or WANDB_MODE=offline"),
+    "trackio": (start_trackio, "a folder TRACKIO_DIR that can be written"),
+    "mlflow": (MLflow, "MLFLOW_TRACKING_URI of a server, or the package mlflow for a database"),
+    "swanlab": (
+        start_swanlab,
         "a login (swanlab login, or SWANLAB_API_KEY), or SWANLAB_MODE=offline",
     ),
 }
+"""For each library what starts its run, and advice for a start that fails; its extra has the same name."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
     """Raise `UserError` if a tracker's library is not installed."""
     for name in names:
-        if find_spec(_ADAPTERS[name].library) is None:
+        if find_spec(name) is None:
             raise UserError(
                 f"trainer.trackers has {name!r}; expected its library to be installed: pip install 'gcore-runs[{name}]'"
             )
@@ -127,14 +103,12 @@ def start_tracker(name: str, run: TrackedRun, say: Callable[[str], None]) -> Tra
 
     Its later errors are shown by ``say``, once, and end nothing.
     """
-    adapter = _ADAPTERS[name]
+    start, needs = _TRACKERS[name]
     try:
-        tracker: Tracker = getattr(
-            import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name
-        )(run)
+        tracker = start(run)
     except Exception as error:
         raise UserError(
             f"trainer.trackers has {name!r}, which does not start: {one_line(error) or type(error).__name__}; "
-            f"expected {adapter.needs}"
+            f"expected {needs}"
         ) from error
     return Background(tracker, name=name, say=say)
