@@ -174,7 +174,7 @@ def test_each_agent_of_a_session_has_advantages_of_its_own(cli: Cli, agent_args:
     """
     options = ["--rollout.agent.credit", "branches", "--trainer.log-samples", "32"]
     # No session is cut off, whose tokens would not be trained on.
-    args = option_set(agent_args, "--data.max-response-length", "512")
+    args = option_set(agent_args, "--data.max-response-length", "256")
     cli.ok(*use(args, "planner_and_helper", *options))
     run = cli.cwd / "runs/default"
     groups = read_rewards(run / "sessions")
