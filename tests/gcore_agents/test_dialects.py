@@ -309,10 +309,9 @@ REFUSED: list[tuple[type[Dialect], dict[str, Any], str]] = [
             ({"n": True}, "n"),
             ({"max_tokens": 0}, "max_tokens"),
             ({"logit_bias": {"4": 1}}, "logit_bias"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"guided_regex": "a*"}, "guided_regex"),
-            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-            ({"tool_choice": TOOL}, "tool_choice"),
+            ({"tool_choice": "sometimes"}, "tool_choice"),
+            ({"tool_choice": ["auto"]}, "tool_choice"),
             ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
             ({"tools": [{"type": "function"}]}, "tools[0].function"),
             (
@@ -351,16 +350,7 @@ REFUSED: list[tuple[type[Dialect], dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "input[0].content[0].type",
     ),
-    (
-        ResponsesDialect,
-        {"input": "Hi.", "text": {"format": {"type": "json_schema"}}},
-        "text.format",
-    ),
-    (
-        ResponsesDialect,
-        {"input": "Hi.", "tool_choice": {"type": "function", "name": "f"}},
-        "tool_choice",
-    ),
+    (ResponsesDialect, {"input": "Hi.", "tool_choice": 1}, "tool_choice"),
     (ResponsesDialect, {"input": "Hi.", "background": True}, "background"),
     (AnthropicDialect, {"max_tokens": 5}, "messages"),
     (AnthropicDialect, {"messages": [{"role": "tool"}]}, "messages[0].role"),
@@ -383,13 +373,7 @@ REFUSED: list[tuple[type[Dialect], dict[str, Any], str]] = [
         },
         "messages[0].content[0].content[0].type",
     ),
-    (AnthropicDialect, {**SAID, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
-    (AnthropicDialect, {**SAID, "output_format": {"type": "json_schema"}}, "output_format"),
-    (
-        AnthropicDialect,
-        {**SAID, "output_config": {"format": {"type": "x"}}},
-        "output_config.format",
-    ),
+    (AnthropicDialect, {**SAID, "tool_choice": {"type": "some"}}, "tool_choice"),
     (AnthropicDialect, {**SAID, "mcp_servers": [{}]}, "mcp_servers"),
     (GoogleDialect, {}, "contents"),
     (GoogleDialect, {"contents": [{"role": "owner", "parts": []}]}, "contents[0].role"),
@@ -402,15 +386,7 @@ REFUSED: list[tuple[type[Dialect], dict[str, Any], str]] = [
         GoogleDialect,
         {
             "contents": [{"parts": [{"text": "Hi."}]}],
-            "generationConfig": {"responseMimeType": "application/json"},
-        },
-        "generationConfig.responseMimeType",
-    ),
-    (
-        GoogleDialect,
-        {
-            "contents": [{"parts": [{"text": "Hi."}]}],
-            "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}},
+            "toolConfig": {"functionCallingConfig": {"mode": "SOME"}},
         },
         "toolConfig.functionCallingConfig.mode",
     ),
@@ -514,6 +490,43 @@ def test_sampling_fields_are_noted() -> None:
     body = {**SAID, "temperature": 0.2, "seed": 4, "top_p": 0.9, "presence_penalty": 1.0}
     call = ChatCompletionsDialect(make_session()).read_call(body)
     assert call.unused == {"temperature": 0.2, "seed": 4, "top_p": 0.9, "presence_penalty": 1.0}
+
+
+CHAT_TOOLS = {**SAID, "tools": [TOOL]}
+RESPONSES_TOOLS = {"input": "Hi.", "tools": [{"type": "function", **FUNCTION}]}
+ANTHROPIC_TOOLS = {**SAID, "tools": [{"name": "add", "input_schema": SCHEMA}]}
+NOT_ENFORCED: list[tuple[type[Dialect], dict[str, Any], dict[str, Any]]] = [
+    (ChatCompletionsDialect, CHAT_TOOLS, {"response_format": {"type": "json_object"}}),
+    (ChatCompletionsDialect, CHAT_TOOLS, {"tool_choice": "required"}),
+    (ChatCompletionsDialect, CHAT_TOOLS, {"tool_choice": TOOL}),
+    (ResponsesDialect, RESPONSES_TOOLS, {"text": {"format": {"type": "json_schema"}}}),
+    (ResponsesDialect, RESPONSES_TOOLS, {"tool_choice": {"type": "function", "name": "add"}}),
+    (AnthropicDialect, ANTHROPIC_TOOLS, {"output_format": {"type": "json_schema"}}),
+    (AnthropicDialect, ANTHROPIC_TOOLS, {"output_config": {"format": {"type": "json_schema"}}}),
+    (AnthropicDialect, ANTHROPIC_TOOLS, {"tool_choice": {"type": "tool", "name": "add"}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "fields"), NOT_ENFORCED, ids=str)
+def test_constraints_are_not_enforced_but_noted(
+    kind: type[Dialect], body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """Also where a call continues one without them, as frameworks ask for an answer in JSON at their end."""
+    dialect = kind(make_session())
+    free = dialect.read_call(body)
+    call = dialect.read_call({**body, **fields})
+    assert call.tools == free.tools != []
+    assert call.messages == free.messages
+    assert call.unused == fields
+
+
+def test_schemas_of_google_are_not_enforced_but_noted() -> None:
+    contents = [{"parts": [{"text": "Hi."}]}]
+    config = {"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}}
+    call = GoogleDialect(make_session()).read_call(
+        {"contents": contents, "generationConfig": config}
+    )
+    assert call.unused == config
 
 
 def test_tools_that_others_run_are_left_out_and_noted() -> None:

@@ -8,7 +8,6 @@ from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.images import join_parts
 from gcore_agents.chat.messages import make_call, make_turn_message
 from gcore_agents.dialects.dialect import (
-    CONSTRAINED,
     MAX_STOPS,
     MODEL,
     Dialect,
@@ -29,7 +28,7 @@ _ROLES = ("user", "assistant", "system")
 _TEXT = {"text": "text"}
 _USER_BLOCKS = ("text", "tool_result")
 _TURN_BLOCKS = ("text", "tool_use", "thinking", "redacted_thinking")
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "thinking", "output_config")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "thinking", "output_config", "output_format")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -50,7 +49,6 @@ class AnthropicDialect(Dialect):
     def read_call(self, body: Any) -> ChatCall:
         fields = JsonFields(body)
         fields.refuse(("mcp_servers",), "the endpoint runs no tools")
-        _check_format(fields)
         unused = fields.pick(_SAMPLING_FIELDS)
         messages: list[dict[str, Any]] = []
         system = read_content(fields, "system", _TEXT)
@@ -117,13 +115,6 @@ class AnthropicDialect(Dialect):
         return write_event(cls.write_error(error), "error")
 
 
-def _check_format(fields: JsonFields) -> None:
-    fields.refuse(("output_format",), CONSTRAINED)
-    config = fields.read_object("output_config")
-    if config is not None:
-        config.refuse(("format",), CONSTRAINED)
-
-
 def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -137,11 +128,11 @@ def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, An
         unused["tools"] = left_out
     choice = fields.read_object("tool_choice")
     kind = choice.read_text("type") if choice is not None else "auto"
-    if kind == "none":
-        return []
-    if kind not in ("auto", "any"):
-        fields.fail("tool_choice", f"the type auto, any or none: {CONSTRAINED}")
-    return tools
+    if kind not in ("auto", "any", "tool", "none"):
+        fields.fail("tool_choice", "the type auto, any, tool or none")
+    if kind in ("any", "tool"):
+        unused["tool_choice"] = fields.values["tool_choice"]
+    return [] if kind == "none" else tools
 
 
 def _read_image(block: JsonFields, images: ImageReader) -> bytes:

@@ -60,6 +60,8 @@ SAMPLING_FIELDS = (
     "reasoning_effort",
     "parallel_tool_calls",
     "top_logprobs",
+    "response_format",
+    "tool_choice",
 )
 
 
@@ -81,21 +83,16 @@ class ChatCompletionsDialect(Dialect):
         fields.refuse(CONSTRAINTS, CONSTRAINED)
         fields.refuse(_OUTDATED, "use tools and tool_choice")
         fields.refuse(("audio",), "the endpoint takes text alone")
-        _check_response_format(fields)
         _check_modalities(fields)
-        tools = read_tools(fields)
-        unused = fields.pick(SAMPLING_FIELDS)
-        if not tools:
-            unused.pop("parallel_tool_calls", None)
         max_tokens = fields.read_integer("max_completion_tokens", 1)
         return ChatCall(
             messages=read_messages(fields, self.images),
-            tools=tools,
+            tools=read_tools(fields),
             max_tokens=max_tokens or fields.read_integer("max_tokens", 1),
             stop=fields.read_texts("stop", MAX_STOPS),
             n=fields.read_integer("n", 1, MAX_TURNS) or 1,
             stream=fields.read_flag("stream"),
-            unused=unused,
+            unused=pick_unused(fields, SAMPLING_FIELDS),
             options={
                 "model": fields.read_text("model") or MODEL,
                 "logprobs": fields.read_flag("logprobs"),
@@ -157,10 +154,14 @@ def wants_usage(fields: JsonFields) -> bool:
     return options is not None and options.read_flag("include_usage")
 
 
-def _check_response_format(fields: JsonFields) -> None:
-    response_format = fields.read_object("response_format")
-    if response_format is not None and response_format.read_text("type") not in (None, "text"):
-        fields.fail("response_format", f"the type text: {CONSTRAINED}")
+def pick_unused(fields: JsonFields, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of these fields that have a value and no effect."""
+    unused = fields.pick(names)
+    if not fields.values.get("tools"):
+        unused.pop("parallel_tool_calls", None)
+    if unused.get("tool_choice") in ("auto", "none"):
+        del unused["tool_choice"]
+    return unused
 
 
 def _check_modalities(fields: JsonFields) -> None:
@@ -190,13 +191,14 @@ def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
 
 
 def allows_tools(fields: JsonFields) -> bool:
-    """Return whether a body's ``tool_choice`` lets the policy call tools; `CallError` if it forces one.
+    """Return whether a body's ``tool_choice`` lets the policy call tools.
 
-    ``required`` is as ``auto``: the policy may answer without a call, and learns from what the agent makes of that.
+    ``required``, and a tool that has to be called, are as ``auto``: the policy may answer without a call, and learns
+    from what the agent makes of that.
     """
     choice = fields.values.get("tool_choice")
-    if choice not in (None, "auto", "required", "none"):
-        fields.fail("tool_choice", f"auto, required or none: {CONSTRAINED}")
+    if not isinstance(choice, dict) and choice not in (None, "auto", "required", "none"):
+        fields.fail("tool_choice", "auto, required, none or a tool")
     return choice != "none"
 
 

@@ -1,8 +1,8 @@
 """The common part of all dialects: an API's JSON becomes a `ChatCall`, and replies become its JSON or its events.
 
-Sampling parameters of the agent are noted in ``ChatCall.unused``: those of the run hold. What would change the
-distribution that is sampled from in a way that training cannot repeat is refused: biases of logits, grammars, schemas
-of the answer, and calls of tools that are forced.
+Sampling parameters of the agent are noted in ``ChatCall.unused``: those of the run hold. So are schemas of the answer
+and tools that have to be called, because training cannot reproduce constrained sampling: the policy writes what it
+likes, and may miss them. Biases of logits and an engine's own grammars are refused.
 """
 
 from abc import ABC, abstractmethod

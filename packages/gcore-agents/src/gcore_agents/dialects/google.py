@@ -31,8 +31,12 @@ _SAMPLING_FIELDS = (
     "frequencyPenalty",
     "thinkingConfig",
     "logprobs",
+    "responseMimeType",
+    "responseSchema",
+    "responseJsonSchema",
 )
-_CONSTRAINTS = ("responseSchema", "responseJsonSchema", "logitBias")
+_FREE_MODES = ("ANY", "AUTO", "MODE_UNSPECIFIED", "VALIDATED")
+"""Modes of calling: none of them is enforced."""
 _KINDS_OF_PARTS = ("text", "functionCall", "functionResponse")
 _STATUSES = {
     400: "INVALID_ARGUMENT",
@@ -66,7 +70,7 @@ class GoogleDialect(Dialect):
         config = _read_object(fields, "generationConfig")
         if config is None:
             config = JsonFields({}, fields.name("generationConfig"))
-        config.refuse(_CONSTRAINTS, CONSTRAINED)
+        config.refuse(("logitBias",), CONSTRAINED)
         _check_outputs(config)
         unused = config.pick(_SAMPLING_FIELDS)
         messages: list[dict[str, Any]] = []
@@ -131,8 +135,6 @@ def _read_object(fields: JsonFields, field: str) -> JsonFields | None:
 
 
 def _check_outputs(config: JsonFields) -> None:
-    if config.read_text("responseMimeType") not in (None, "", "text/plain"):
-        config.fail("responseMimeType", f"text/plain: {CONSTRAINED}")
     for modality in config.read_list("responseModalities"):
         if modality not in ("TEXT", "text"):
             config.fail("responseModalities", "TEXT alone")
@@ -165,11 +167,11 @@ def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, An
     config = _read_object(fields, "toolConfig")
     calling = _read_object(config, "functionCallingConfig") if config is not None else None
     mode = calling.read_text("mode") if calling is not None else None
-    if calling is None or mode is None or mode.upper() in ("ANY", "AUTO", "MODE_UNSPECIFIED"):
+    if calling is None or mode is None or mode.upper() in _FREE_MODES:
         return tools
     if mode.upper() == "NONE":
         return []
-    return calling.fail("mode", f"ANY, AUTO or NONE: {CONSTRAINED}")
+    return calling.fail("mode", "ANY, AUTO, VALIDATED or NONE")
 
 
 def _to_json_schema(schema: Any) -> Any:

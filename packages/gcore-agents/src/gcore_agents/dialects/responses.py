@@ -7,7 +7,12 @@ from typing import Any
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.images import join_parts
 from gcore_agents.chat.messages import make_call
-from gcore_agents.dialects.chat_completions import SAMPLING_FIELDS, allows_tools, write_log_probs
+from gcore_agents.dialects.chat_completions import (
+    SAMPLING_FIELDS,
+    allows_tools,
+    pick_unused,
+    write_log_probs,
+)
 from gcore_agents.dialects.dialect import (
     CONSTRAINED,
     MODEL,
@@ -39,7 +44,7 @@ _INPUT_SCHEMA = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-_SAMPLING_FIELDS = (*SAMPLING_FIELDS, "reasoning", "max_tool_calls", "truncation")
+_SAMPLING_FIELDS = (*SAMPLING_FIELDS, "reasoning", "max_tool_calls", "text", "truncation")
 
 
 class ResponsesDialect(Dialect):
@@ -67,11 +72,8 @@ class ResponsesDialect(Dialect):
         fields = JsonFields(body)
         fields.refuse(_ELSEWHERE, "the endpoint keeps conversations by previous_response_id alone")
         fields.refuse(("logit_bias",), CONSTRAINED)
-        _check_format(fields)
-        unused = fields.pick(_SAMPLING_FIELDS)
+        unused = pick_unused(fields, _SAMPLING_FIELDS)
         tools, custom_tools = _read_tools(fields, unused)
-        if not tools:
-            unused.pop("parallel_tool_calls", None)
         instructions = fields.read_text("instructions")
         conversation = [*self._read_previous(fields), *self._read_input(fields)]
         if not conversation:
@@ -202,15 +204,6 @@ class ResponsesDialect(Dialect):
         failed = {"type": "response.failed", "sequence_number": 0, "response": response}
         event = {"sequence_number": 1, **fields, "type": "error", "error": fields}
         return write_event(failed, "response.failed") + write_event(event, "error")
-
-
-def _check_format(fields: JsonFields) -> None:
-    text = fields.read_object("text")
-    if text is None:
-        return
-    text_format = text.read_object("format")
-    if text_format is not None and text_format.read_text("type") not in (None, "text"):
-        text.fail("format", f"the type text: {CONSTRAINED}")
 
 
 def _read_tools(
