@@ -74,6 +74,12 @@ ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", *A
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
+READ_OWN_TABLES = [
+    "packages/gcore-agents/src/gcore_agents/conformance/cases.py",
+    "packages/gcore-placement/src/gcore_placement/simulation/scenarios.py",
+]
+"""Files that read TOML which is part of their package, and no configuration."""
+
 DISTRIBUTED_AS = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
@@ -143,7 +149,9 @@ def test_packages_take_dataclasses_and_parse_nothing(package: Distribution) -> N
 
 
 def is_command(path: Path) -> bool:
-    """Whether the file is a part of a package's command line."""
+    """Whether the file is a part of a package's command line, or reads its own tables."""
+    if relative(path) in READ_OWN_TABLES:
+        return True
     return path.stem == "cli" or path.stem.startswith("cli_") or path.parent.name == "cli"
 
 

@@ -1,7 +1,9 @@
 """Clusters: devices by their data sheets, the shares of these that programs reach, and the links between devices."""
 
+import csv
 import re
 from dataclasses import dataclass, fields
+from importlib.resources import files
 
 import numpy as np
 
@@ -81,38 +83,22 @@ def _is_word(word: str, text: str) -> bool:
     return re.search(rf"\b{' ?'.join(parts)}\b", text) is not None
 
 
-DEVICES = {
-    name: Device(
-        name=name,
-        memory_bytes=gb * 1e9,
-        flops_per_s=tflops * 1e12,
-        memory_bytes_per_s=memory_tb_s * 1e12,
-        link_bytes_per_s=link_gb_s * 1e9,
-        host_bytes_per_s=host_gb_s * 1e9,
-    )
-    for name, gb, tflops, memory_tb_s, link_gb_s, host_gb_s in (
-        ("B200", 180, 2250, 8.0, 900, 64),
-        ("H200", 141, 989, 4.8, 450, 64),
-        ("H100", 80, 989, 3.35, 450, 64),
-        ("GB200", 186, 2500, 8.0, 900, 225),
-        ("H800", 80, 989, 3.35, 200, 64),
-        ("H20", 96, 148, 4.0, 450, 64),
-        ("A100", 80, 312, 2.039, 300, 32),
-        ("A800", 80, 312, 2.039, 200, 32),
-        ("L40S", 48, 362, 0.864, 32, 32),
-        ("L40", 48, 181, 0.864, 32, 32),
-        ("RTX6000Ada", 48, 364.2, 0.96, 32, 32),
-        ("A6000", 48, 154.8, 0.768, 32, 32),
-        ("A40", 48, 149.7, 0.696, 32, 32),
-        ("A100-40GB", 40, 312, 1.555, 300, 32),
-        ("RTX5090", 32, 209.5, 1.792, 64, 64),
-        ("RTX4090", 24, 165.2, 1.008, 32, 32),
-        ("RTX3090", 24, 71, 0.936, 32, 32),
-        ("A10G", 24, 70, 0.6, 32, 32),
-        ("A10", 24, 125, 0.6, 32, 32),
-        ("L4", 24, 121, 0.3, 32, 32),
-    )
-}
+def _read_devices() -> dict[str, Device]:
+    text = files("gcore_placement").joinpath("devices.csv").read_text(encoding="utf-8")
+    devices: dict[str, Device] = {}
+    for row in csv.DictReader(text.splitlines()):
+        devices[row["name"]] = Device(
+            name=row["name"],
+            memory_bytes=float(row["memory_gb"]) * 1e9,
+            flops_per_s=float(row["tflops"]) * 1e12,
+            memory_bytes_per_s=float(row["memory_tb_per_s"]) * 1e12,
+            link_bytes_per_s=float(row["link_gb_per_s"]) * 1e9,
+            host_bytes_per_s=float(row["host_gb_per_s"]) * 1e9,
+        )
+    return devices
+
+
+DEVICES = _read_devices()
 """NVIDIA's data sheets, of the SXM form where there is one; of the RTX cards, A6000 and A40 the white papers of GA102
 (2.1), Ada (2.1) and RTX Blackwell. Bfloat16 with float32 sums, without sparsity; NVLink and PCIe at half of the two-way
 rate that the sheets give, and NVLink-C2C, which two GB200 share, at a quarter; GB are 10^9 bytes, which leaves the
