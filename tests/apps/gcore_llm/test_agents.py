@@ -180,8 +180,10 @@ def test_each_agent_of_a_session_has_advantages_of_its_own(cli: Cli, agent_args:
     groups = read_rewards(run / "sessions")
     num_pieces: Counter[str] = Counter()
     for row in read_rows(run / "samples.jsonl"):
-        group = groups.get(row["prompt_index"], {})
-        for piece in row["pieces"] if group else ():
+        if row["prompt_index"] not in groups:
+            continue
+        group = groups[row["prompt_index"]]
+        for piece in row["pieces"]:
             assert piece["is_sampled"] == ("agent" in piece)
             if not piece["is_sampled"]:
                 continue
