@@ -13,7 +13,12 @@ from test_fsdp import GROUPS, ULYSSES, dealt, steps_of, without_tokens
 from tiny_models import tiny_config
 from tiny_vision_model import save_vision_model
 from trainer_oracles import Group, make_samples, save_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from gcore_trainer import (
     LoRAConfig,
@@ -141,15 +146,36 @@ def test_frozen_models_too(rank_server: RankServer, qwen2: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fused_experts_are_loaded_whole_and_the_log_says_so(
-    rank_server: RankServer, tmp_path: Path
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_fused_experts_are_read_one_by_one(
+    rank_server: RankServer, tmp_path: Path, model_type: str
 ) -> None:
-    path = save_model(tiny_config("qwen3_moe"), tmp_path, seed=0)
-    [line] = compare(rank_server, path, POLICY, steps_of(path, 2))
-    assert line.startswith(
-        f"{path} is loaded whole by each process, in torch.float32: model.layers.0.mlp.experts.0."
+    path = save_model(tiny_config(model_type), tmp_path, seed=0)
+    assert compare(rank_server, path, POLICY, steps_of(path, 2)) == []
+
+
+@pytest.mark.slow
+def test_a_rank_needs_its_experts_and_little_more(rank_server: RankServer, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
     )
-    assert line.endswith("is converted on loading")
+    model: Any = AutoModelForCausalLM.from_config(config)
+    size_bytes = 4 * model.num_parameters()
+    model.bfloat16().save_pretrained(tmp_path)
+    del model
+    with rank_server.pool(2) as ranks:
+        peaks = {s: ranks.run("peak_bytes", str(tmp_path), s, size=2) for s in (True, False)}
+    print(f"{size_bytes / 2**20:.0f} MiB in float32, peaks {peaks}")
+    assert max(peaks[True]) < 0.75 * size_bytes
+    assert min(peaks[False]) > 0.9 * size_bytes
 
 
 @pytest.mark.slow
@@ -193,7 +219,7 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5_text"]
+    "model_type", ["gemma3_text", "deepseek_v3", "mixtral", "gpt_oss", "phi3", "qwen3_5_text"]
 )
 def test_one_process_has_the_same_tensors(tmp_path: Path, model_type: str) -> None:
     """What a process with CUDA does, on the CPU."""

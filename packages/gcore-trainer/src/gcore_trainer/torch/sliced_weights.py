@@ -31,8 +31,13 @@ _CHUNK_BYTES = 1 << 26
 _logger = logging.getLogger(__name__)
 
 
+_Source = str | Sequence[Sequence[str]]
+"""The tensor of the files that a parameter is; of fused experts [E, rows, columns], the tensors of each expert, whose
+rows follow each other."""
+
+
 class _NotByNameError(Exception):
-    """A folder's tensors do not map one to one to the parameters of its model."""
+    """A folder's tensors are neither the parameters of its model nor the experts that these consist of."""
 
 
 def make_model(
@@ -66,7 +71,7 @@ def make_model(
                 model = auto_class.from_config(
                     config, dtype=dtype, attn_implementation=implementations
                 )
-            sources = _sources(model, folder.shapes)
+            sources, unexpected = _sources(model, folder.shapes)
         except (
             AttributeError,
             ImportError,
@@ -79,7 +84,6 @@ def make_model(
                 f"transformers does not make it without memory ({error})"
             ) from error
         ignored: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
-        unexpected = folder.shapes.keys() - set(sources.values())
         for pattern in ignored:
             unexpected = {name for name in unexpected if not re.search(pattern, name)}
         check_layers(path, model, unexpected)
@@ -105,7 +109,7 @@ class SlicedWeights:
     """The parameters of one model in a folder's files.
 
     Args:
-        sources: names of tensors in the files, by those of parameters.
+        sources: tensors in the files, by the names of parameters.
         dtype: the model's data type, which it is checked in.
         device: where parameters are to be.
     """
@@ -113,7 +117,7 @@ class SlicedWeights:
     def __init__(
         self,
         folder: "_Folder",
-        sources: Mapping[str, str],
+        sources: Mapping[str, _Source],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -204,19 +208,25 @@ class _Folder:
                 self.shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
 
     @contextmanager
-    def open_reader(self) -> Generator[Callable[[str, torch.Tensor, int, torch.dtype], None]]:
+    def open_reader(self) -> Generator[Callable[[_Source, torch.Tensor, int, torch.dtype], None]]:
         """Yield a function that copies rows of a tensor, from a given one on, into another, after a cast to a dtype."""
         with ExitStack() as stack:
             open_file = cache(
                 lambda name: stack.enter_context(safe_open(self._path / name, framework="pt"))
             )
 
-            def read(name: str, into: torch.Tensor, first: int, dtype: torch.dtype) -> None:
-                file = open_file(self._file_of[name])
-                if not into.ndim:
-                    into.copy_(file.get_tensor(name).to(dtype))
+            def read(source: _Source, into: torch.Tensor, first: int, dtype: torch.dtype) -> None:
+                if not isinstance(source, str):
+                    for expert, keys in zip(into, source[first:], strict=False):
+                        sizes = [self.shapes[key][0] for key in keys]
+                        for key, rows in zip(keys, expert.split(sizes), strict=True):
+                            read(key, rows, 0, dtype)
                     return
-                rows = file.get_slice(name)
+                file = open_file(self._file_of[source])
+                if not into.ndim:
+                    into.copy_(file.get_tensor(source).to(dtype))
+                    return
+                rows = file.get_slice(source)
                 step = max(1, _CHUNK_BYTES // max(1, dtype.itemsize * into[:1].numel()))
                 for start in range(0, into.shape[0], step):
                     part = into[start : start + step]
@@ -225,11 +235,15 @@ class _Folder:
             yield read
 
 
-def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the tensors of files by the names of parameters and saved buffers; of tied ones, by one name.
+def _sources(
+    model: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, _Source], set[str]]:
+    """Return the tensors of files by the names of parameters and saved buffers, and those that the model does not have.
+
+    Tied ones are there by one name.
 
     Raises:
-        _NotByNameError: some are to be converted, or two are given for one parameter.
+        _NotByNameError: some are to be converted in another way, or two are given for one parameter.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
@@ -238,7 +252,9 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if not isinstance(t, WeightRenaming)]
     tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    sources: dict[str, str] = {}
+    sources: dict[str, _Source] = {}
+    unexpected: set[str] = set()
+    experts: dict[str, dict[str, list[str]]] = {}
     key_of: dict[int, str] = {}
     for key in sorted(shapes, key=dot_natural_key):
         name, converted = rename_source_key(
@@ -247,10 +263,12 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
         if name not in tensors and key in tensors:
             name, converted = rename_source_key(key, [], [], model.base_model_prefix, tensors)
         if name not in tensors:
+            unexpected.add(key)
             continue
         tensor = tensors[name]
         if converted is not None:
-            raise _NotByNameError(f"{key} is converted on loading")
+            experts.setdefault(name, {}).setdefault(converted, []).append(key)
+            continue
         if tuple(tensor.shape) != shapes[key]:
             raise _NotByNameError(
                 f"{key} has shape {shapes[key]}, and {name} {tuple(tensor.shape)}"
@@ -260,13 +278,42 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
         if first_key != key:
             raise _NotByNameError(f"{name} is both {first_key} and {key}")
         sources[name] = key
+    for name, keys in experts.items():
+        converter = next(c for c in converters if keys.keys() <= set(c.source_patterns))
+        sources[name] = _fused_experts(tensors[name], keys, converter, shapes)
     # `save_pretrained` undoes them.
     model._weight_conversions = [t for t in transforms if t.was_used()]
-    return sources
+    return sources, unexpected
+
+
+def _fused_experts(
+    tensor: torch.Tensor,
+    keys: Mapping[str, Sequence[str]],
+    converter: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[tuple[str, ...]]:
+    """Return the tensors of files that each expert of a parameter consists of, given by the converter's patterns.
+
+    Raises:
+        _NotByNameError: the converter does more than to stack experts, or they do not have the parameter's shape.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    steps = [type(step) for step in converter.operations]
+    columns = [keys.get(pattern, ()) for pattern in converter.source_patterns]
+    experts = list(zip(*columns, strict=False))
+    fused = {(sum(shapes[key][0] for key in e), *shapes[e[0]][1:]) for e in experts}
+    if (
+        steps not in ([MergeModulelist], [MergeModulelist, Concatenate])
+        or set(map(len, columns)) != {len(tensor)}
+        or fused != {tuple(tensor.shape[1:])}
+    ):
+        raise _NotByNameError(f"{next(iter(keys.values()))[0]} is converted on loading")
+    return experts
 
 
 def _make_buffers(
-    model: Any, folder: _Folder, sources: Mapping[str, str], device: torch.device
+    model: Any, folder: _Folder, sources: Mapping[str, _Source], device: torch.device
 ) -> None:
     """Compute a model's buffers on the CPU as transformers does on loading; read saved buffers from the files."""
     for parameter in model.parameters():
