@@ -1,8 +1,11 @@
 """Runs on clusters whose nodes come and go: several Ray nodes on this machine."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, step_rows
@@ -11,8 +14,10 @@ from ray.cluster_utils import Cluster
 from tiny_jobs import HOLDING
 
 from gcore_controller import Sizes
-from gcore_controller.errors import ClusterError
-from gcore_controller.runtimes.ray.cluster import has_capacity, largest
+from gcore_controller.errors import ClusterError, ControllerDiedError
+from gcore_controller.rlhf.events import Updating
+from gcore_controller.runtimes.ray import RayBackend
+from gcore_controller.runtimes.ray.cluster import ClusterChangedError, has_capacity, largest
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.sections import JudgeConfig, RewardModelConfig, TrainerConfig
 from gcore_runs import UserError, resolve
@@ -102,6 +107,58 @@ def test_the_device_is_that_of_the_nodes(cluster: Cluster) -> None:
     with pytest.raises(UserError, match="device is 'gpu'; expected cpu, cuda, cuda:NUMBER or auto"):
         resolve(replace(on_cluster, device="gpu"))
     cluster.remove_node(node)
+
+
+class DyingControllers:
+    """Controllers of which one dies in an update; others can be started for as long as nothing stops that."""
+
+    async def run(self, program: object, *, roles: object, reported: Any) -> None:
+        del program, roles
+        await reported(0, Updating())
+        raise ControllerDiedError("controller 1 died")
+
+    async def stages(self) -> list[str | None]:
+        return [None, None]
+
+    async def restore(self) -> None:
+        await asyncio.Event().wait()
+
+
+class LosingCapacity:
+    """The capacity of a cluster whose lost node is found at once, in time to stop the first start of processes."""
+
+    fitting_sizes = TrainConfig().sizes
+    num_calls = 0
+
+    def size(self) -> Sizes:
+        self.num_calls += 1
+        if self.num_calls > 1:
+            raise ClusterError("what is left is too small")
+        return self.fitting_sizes
+
+    async def loss(self, sizes: Sizes) -> ClusterChangedError:
+        del sizes
+        await asyncio.sleep(0.01)
+        return ClusterChangedError("a node was lost")
+
+
+async def test_a_node_that_is_lost_in_an_update_is_noticed_by_those_that_replace_its_processes() -> (
+    None
+):
+    """They waited, until a time limit, for a place on a cluster that had none any more."""
+
+    async def take_in(*_: object) -> None:
+        pass
+
+    roles: Any = SimpleNamespace(handles={"engine": []}, judges={}, resize=take_in)
+    backend: Any = RayBackend(
+        TrainConfig(), engines=roles, trainer_spec=lambda _: roles, program=lambda _: roles
+    )
+    backend._controllers, backend._capacity = DyingControllers(), LosingCapacity()
+    with pytest.raises(ControllerDiedError) as died:
+        await backend.run("job", take_in)
+    with pytest.raises(ClusterError, match="what is left is too small"):
+        await asyncio.wait_for(backend.recover(died.value, keeps_models=True), 10)
 
 
 CONFIG = TrainConfig(

@@ -167,13 +167,14 @@ class RayBackend(Generic[JobT, ConfigT]):
             folder=Path.cwd(),
         )
         assert self._controllers is not None
-        self._is_updating = False
         run = self._controllers.run(
             self.program(job), roles=handles, reported=partial(self._take_in, recorder)
         )
         try:
             await run_until_done(run, self._watch_capacity(), self._observe_stages())
         finally:
+            # Nothing else finds out what is lost from now on.
+            self._is_updating = False
             if self.config.sizes.shares_ranks:
                 # The models may be saved now, for which they wake. An engine that died is replaced by `recover`.
                 await self.engines.end_turn(timeout_s=_SLEEP_TIMEOUT_S)
