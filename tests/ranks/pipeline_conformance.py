@@ -1,10 +1,15 @@
-"""Every family of pipelines, sampled by the engine and computed again by the trainer; run it to print the table."""
+"""Every family of pipelines, sampled by the engine and computed again by the trainer; run it to print the table.
+
+With names of families it prints their rows alone.
+"""
 
 import asyncio
 import copy
 import logging
 import math
+import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -182,9 +187,9 @@ async def row_of(name: str, path: Path) -> str:
     return row(name, found[-1], has_guidance=len(found) > 1, deviation=deviation)
 
 
-async def main() -> None:
+async def main(names: Iterable[str]) -> None:
     print(HEADER)
-    for name in FAMILIES | REFUSED:
+    for name in names:
         with TemporaryDirectory() as path:
             print(await row_of(name, Path(path)), flush=True)
 
@@ -192,4 +197,4 @@ async def main() -> None:
 if __name__ == "__main__":
     logging.disable()
     warnings.simplefilter("ignore")
-    asyncio.run(main())
+    asyncio.run(main(sys.argv[1:] or FAMILIES | REFUSED))
