@@ -1,8 +1,11 @@
 """`gcore-llm train` with agents that work over several steps, in which their engine gets new weights."""
 
+import json
 import signal
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import Cli, option_set, read_rows, step_rows
 
@@ -183,15 +186,31 @@ def test_what_is_finished_outlives_a_run_that_is_killed(cli: Cli, agent_args: li
     assert {f"{index}/{number}" for index, number in list_trained(run)} & set(again)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["simulate", "train"], "rollout makes several turns"),
-    ],
-)
-def test_what_agents_do_not_do(
-    cli: Cli, agent_args: list[str], options: list[str], expected: str
-) -> None:
-    # Without the command itself.
-    args = [*options, *agent_args[1:]]
+@pytest.mark.slow
+def test_sessions_are_simulated_as_a_journal_has_them(cli: Cli, agent_args: list[str]) -> None:
+    args = option_set(agent_args, "--trainer.total-training-steps", "6")
+    cli.ok(*args, "--trainer.save-freq", "10")
+    cli.ok("simulate", "--calibrate", "runs/default", "--warmup-steps", "1")
+    settings = tomllib.loads((cli.cwd / "runs/default/simulate.toml").read_text())
+    sessions = settings["sessions"]
+    assert sessions["turns"] == {"median": 3.0, "sigma": 0.0}
+    # Agents sleep for 0.2 s after each turn.
+    assert 0.2 <= sessions["tool_s"]["median"] < 2
+    cli.ok("simulate", "--config", "runs/default/simulate.toml", "--json", "figures.json")
+    measured = [row["timing_s/gen"] for row in step_rows(cli.cwd / "runs/default")][1:]
+    steps = json.loads((cli.cwd / "figures.json").read_text())["steps"]
+    simulated = [step["metrics"]["timing_s/gen"] for step in steps]
+    # Of the same machine, whose neighbours are busy or not: how close it is, docs/how-to/simulate.md says.
+    assert min(measured) / 2 < np.mean(simulated) < max(measured) * 2
+    assert min(simulated) > 0.6
+
+
+def test_a_run_with_an_agent_in_simulated_time(cli: Cli, agent_args: list[str]) -> None:
+    """It needs a model of the sessions."""
+    args = ["simulate", *agent_args, "--sim.devices", "8"]
+    expected = "expected the schedule 'sync', single turns or sim.sessions.turns, and no images"
     assert expected in " ".join(cli.refused(*args).split())
+    sessions = ["--sim.sessions.turns.median", "3", "--sim.sessions.start-s", "100"]
+    cli.ok(*args, *sessions)
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["timing_s/gen"] > 100

@@ -27,6 +27,7 @@ from gcore_runs.simulation.config import (
     LearnerModel,
     LengthModel,
     RewardModel,
+    SessionModel,
     SimulateConfig,
 )
 from gcore_runs.simulation.engine import ModelledEngine
@@ -90,6 +91,33 @@ def test_equal_lengths_take_what_the_formula_says(max_num_seqs: int, controllers
         assert step.device_s == pytest.approx({**dict.fromkeys(COLUMNS, 0.0), **expected}, abs=1e-5)
 
 
+SESSIONS = SessionModel(
+    turns=LengthModel(median=3, sigma=0),
+    message_length=LengthModel(median=20, sigma=0),
+    tool_s=LengthModel(median=5, sigma=0),
+    start_s=2.0,
+)
+
+
+@pytest.mark.parametrize("controllers", [1, 2])
+def test_sessions_of_equal_turns_take_what_the_formula_says(controllers: int) -> None:
+    """Engines are idle while the agents start, and while their tools run."""
+    engine = replace(EQUAL.engine, max_num_seqs=16)
+    config = replace(EQUAL, controllers=controllers, engine=engine, sessions=SESSIONS)
+    # Either of two replicas has 16 sessions, each of a prompt of 30 tokens, three turns of 100 and two messages of 20.
+    generation_s = 16 * (30 + 2 * 20) / 1000 + 3 * 100 * (0.03 + 0.001 * 16)
+    idle_s = 2.0 + 3 * 5.0
+    workload = coarse_workload(config.model, config.token_unit, workload_of)
+    train_s = 4 * float(workload.group_flops(30, np.full(4, 340))) / (2 * 989e12 * 0.4)
+    sync_s = workload.weights_bytes / 10e9
+    for step in simulate(config).steps:
+        assert step.metrics["timing_s/gen"] == pytest.approx(generation_s + idle_s, abs=1e-6)
+        assert step.step_s == pytest.approx(generation_s + idle_s + train_s + sync_s, abs=1e-6)
+        assert step.num_tokens == 8 * 4 * (30 + 340)
+        assert step.device_s["generation"] == pytest.approx(4 * generation_s, abs=1e-5)
+        assert step.device_s["long_tail"] == pytest.approx(4 * idle_s, abs=1e-5)
+
+
 def test_the_built_in_model_is_qwen_7b() -> None:
     assert coarse_workload("", 16, workload_of).weights_bytes / 2 == pytest.approx(
         7.615e9, rel=1e-3
@@ -108,6 +136,9 @@ def test_a_judge_is_waited_for() -> None:
     )
 
 
+DRAWN = SessionModel(
+    turns=LengthModel(median=3, sigma=0.5), tool_s=LengthModel(median=2, sigma=1), start_s=1.0
+)
 EVERYTHING = replace(
     SMALL,
     controllers=3,
@@ -120,9 +151,10 @@ EVERYTHING = replace(
 )
 
 
+@pytest.mark.parametrize("sessions", [SessionModel(), DRAWN], ids=["", "sessions"])
 @pytest.mark.parametrize("fields", [{}, {"partial_rollout": True}, {"tail_batching": True}])
-def test_device_seconds_add_up(fields: dict[str, bool]) -> None:
-    steps = simulate(replace(EVERYTHING, **fields)).steps
+def test_device_seconds_add_up(fields: dict[str, Any], sessions: SessionModel) -> None:
+    steps = simulate(replace(EVERYTHING, sessions=sessions, **fields)).steps
     assert [step.step for step in steps] == [1, 2, 3]
     for step in steps:
         assert step.device_s.keys() == set(COLUMNS)

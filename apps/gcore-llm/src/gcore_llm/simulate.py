@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from gcore_llm.agents.simulated import SimulatedSessions, fit_sessions
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
@@ -17,6 +18,7 @@ from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
 from gcore_llm.sections import DataConfig, TrainerConfig
 from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_rollout import EpisodeRole
 from gcore_runs import (
     Display,
     RunFolder,
@@ -138,10 +140,14 @@ def train_simulated(config: SimulatedConfig, display: Display | None = None) -> 
     image_key = config.data.image_key
     unfit = {
         f"trainer.schedule is {schedule!r}": schedule != "sync",
-        "rollout makes several turns": config.rollout.has_several_turns,
+        "rollout makes several turns": config.rollout.has_several_turns
+        and not config.sim.sessions.is_used,
         f"data.image_key is {image_key!r}": bool(image_key),
     }
-    _refuse(unfit, "the schedule 'sync', single turns and no images in a simulation")
+    expected = (
+        "the schedule 'sync', single turns or sim.sessions.turns, and no images in a simulation"
+    )
+    _refuse(unfit, expected)
     return _cluster(config).train(config, RunRecorder, KINDS, app="gcore-llm", display=display)
 
 
@@ -173,13 +179,21 @@ def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> Simulated
         values[name] = attrgetter(name)(config) // sim.token_unit
     coarse_config = merge(config, values, keep=values)
     flops = partial(sample_flops, workload)
+    episodes = None
+    if sim.sessions.is_used:
+        sessions = SimulatedSessions(config=sim, seed=config.seed)
+        episodes = EpisodeRole(play=sessions.play, on_error="raise")
     return SimulatedCluster(
         job=LLMJob(config=coarse_config, prompts=make_prompts(config), workload=workload),
         sim=sim,
         modality=SimulatedTokens(sim, workload, seed=config.seed, flops=flops, replay=replay),
         n=config.rollout.n,
         roles=Roles,
-        services=partial(SamplingRoles, tokenizer=SimpleNamespace(decode=decode_sample_name)),
+        services=partial(
+            SamplingRoles,
+            tokenizer=SimpleNamespace(decode=decode_sample_name),
+            episodes=episodes,
+        ),
         has_signal=replay and replay.has_signal,
     )
 
@@ -213,10 +227,10 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
         "rollout.partial_rollout is true": rollout.partial_rollout,
         "rollout.tail_batching is true": rollout.tail_batching,
-        "rollout makes several turns": rollout.has_several_turns,
+        "rollout makes turns of an environment": rollout.multi_turn.is_used,
         f"actor.ppo_epochs is {epochs}": epochs > 1,
     }
-    expected = "a run without a critic and greedy responses, of single turns that end in the step that started them"
+    expected = "a run without a critic and greedy responses, of single turns or an agent's that end in their step"
     _refuse(unfit, f"{expected}, and with one epoch", f"{path}: ")
     for model in (folder.export, folder.model, model_folder(config.model)):
         if (model / "config.json").is_file():
@@ -244,6 +258,7 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
             "prompts": "stealing" if config.runtime == "ray" else "shared",
         },
         reward={"max_concurrency": config.reward_calls.max_concurrency},
+        sessions=fit_sessions(folder.path / "sessions") if rollout.agent.run else {},
     )
 
 

@@ -142,6 +142,9 @@ class MessageNode:
     """Where the images of its messages start among its own tokens."""
     agent: str = ""
     """Name of the agent that asked for the turn; empty: it has none."""
+    start_s: float = 0.0
+    """When a turn was asked for, in seconds of `Session.clock`."""
+    end_s: float = 0.0
     children: list["MessageNode"] = field(default_factory=list["MessageNode"])
 
     def __post_init__(self) -> None:
@@ -304,31 +307,9 @@ class MessageGraph:
             parent, messages=tuple(messages), token_ids=token_ids, image_starts=image_starts
         )
 
-    def add_turn(
-        self,
-        parent: MessageNode,
-        message: Message,
-        *,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        weight_versions: Sequence[int],
-        finish_reason: str,
-        response_id: str,
-        stop_string: str = "",
-        agent: str = "",
-    ) -> MessageNode:
-        """Add a turn of the policy after its context."""
-        return self.add_node(
-            parent,
-            messages=(message,),
-            token_ids=token_ids,
-            log_probs=log_probs,
-            weight_versions=weight_versions,
-            finish_reason=finish_reason,
-            response_id=response_id,
-            stop_string=stop_string,
-            agent=agent,
-        )
+    def add_turn(self, parent: MessageNode, message: Message, **fields: Any) -> MessageNode:
+        """Add a turn of the policy after its context, with further fields of `MessageNode`."""
+        return self.add_node(parent, messages=(message,), **fields)
 
     def add_node(self, parent: MessageNode, **fields: Any) -> MessageNode:
         """Add a node after another one, with the fields of `MessageNode`."""

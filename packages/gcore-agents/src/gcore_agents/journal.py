@@ -20,6 +20,8 @@ _TURN_FIELDS = (
     "response_id",
     "is_delivered",
     "agent",
+    "start_s",
+    "end_s",
 )
 
 
@@ -80,6 +82,7 @@ class SessionJournal:
             "key": key,
             "version": version,
             "end": session.end,
+            "duration_s": session.clock.now_s(),
             "turns": turns,
             "rewards": [vars(reward) for reward in session.rewards],
             "kept_responses": sorted(session.kept_responses),

@@ -233,19 +233,20 @@ class Session:
 
     def add_reward(self, reward: SessionReward) -> None:
         """Add a reward; `CallError` if it is not finite, or of no turn or agent of this session."""
-        if not abs(reward.value) <= sys.float_info.max:
+        value: Any = reward.value
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise CallError(
-                f"value is {reward.value}; expected a finite number", status=400, field="value"
+                f"value of {reward.name!r} is {value!r:.80}; expected a finite number", field="value"
             )
         agents = self.agents
+        agent = reward.agent
         if reward.response_id:
-            turn_agent = self.find_turn(reward.response_id).agent
-            agents = {turn_agent}
-            reward = replace(reward, agent=reward.agent or turn_agent)
-        if reward.agent and reward.agent not in agents:
+            agents = {self.find_turn(reward.response_id).agent}
+            agent = agent or next(iter(agents))
+        if agent and agent not in agents:
             names = ", ".join(sorted(agents)) or "none, because no call named its agent"
-            raise CallError(f"agent is {reward.agent!r}; expected one of: {names}", field="agent")
-        self.rewards.append(reward)
+            raise CallError(f"agent is {agent!r}; expected one of: {names}", field="agent")
+        self.rewards.append(replace(reward, value=float(value), agent=agent))
 
     @property
     def score(self) -> float | None:
@@ -399,6 +400,7 @@ class Session:
         images, image_starts = context.path_images()
         if images:
             options = {"images": images, "image_starts": image_starts}
+        start_s = self.clock.now_s()
         try:
             sampled = await self.sampler.sample(
                 prompt_ids,
@@ -435,6 +437,8 @@ class Session:
             response_id=response_id,
             stop_string=stop_string,
             agent=call.agent,
+            start_s=start_s,
+            end_s=self.clock.now_s(),
         )
         return ChatReply(
             response_id=response_id,

@@ -27,12 +27,37 @@ def _check_divides(field: str, value: int, total_name: str, total: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthModel:
-    """Log-normal lengths, in tokens."""
+    """Log-normal lengths, in tokens; or numbers of turns, or seconds."""
 
     median: Positive
     """Half of the lengths are longer."""
     sigma: Amount
     """Standard deviation of the lengths' logarithm; 0: all are equal."""
+
+    @classmethod
+    def of_moments(cls, mean: float, variance: float) -> "LengthModel":
+        """Return the lengths with this mean, at least a millionth, and this variance."""
+        mean = max(mean, 1e-6)
+        sigma = math.sqrt(math.log1p(variance / mean**2))
+        return cls(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionModel:
+    """Sessions of several turns, as of an agent: while its tools run, no engine works for it."""
+
+    turns: LengthModel = LengthModel(median=1, sigma=0)
+    """Turns of a session, each as long as a response without sessions; one: there are no sessions."""
+    message_length: LengthModel = LengthModel(median=64, sigma=0.5)
+    """Lengths of the messages between two turns; with the turns they are a response."""
+    tool_s: LengthModel = LengthModel(median=1, sigma=0)
+    """Seconds of the agent after each turn."""
+    start_s: Amount = 0.0
+    """Seconds before the first turn."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.turns != LengthModel(median=1, sigma=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +271,7 @@ class SimConfig(BaseSimConfig):
     """Lengths of responses, cut at the longest response."""
     prompt_share: Fraction = 0.0
     """Share of the variance of response lengths that is between prompts; 1: responses to a prompt are equally long."""
+    sessions: SessionModel = field(default_factory=SessionModel)
 
     def check_unit(self, section: str, lengths: Mapping[str, int]) -> None:
         """Raise `UserError` unless each length, by its setting, is made of whole units."""

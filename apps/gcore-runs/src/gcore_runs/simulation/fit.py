@@ -71,13 +71,15 @@ class MeasuredRun:
         mean = float(
             np.mean([row["prompt_length/mean"] for row in self.rows if "prompt_length/mean" in row])
         )
-        replay = Replay(
-            self.sampled,
-            num_kept,
-            n=n,
-            sigma=self.config.response_length.sigma,
-            seed=self.config.seed,
-        )
+        replay = None
+        if not self.config.sessions.is_used:
+            replay = Replay(
+                self.sampled,
+                num_kept,
+                n=n,
+                sigma=self.config.response_length.sigma,
+                seed=self.config.seed,
+            )
         config = replace(
             self.config, prompt_length=LengthModel(median=mean, sigma=0.0), steps=len(self.rows)
         )
@@ -113,6 +115,7 @@ def measured_run(
     num_engines: int,
     engine: Mapping[str, Any],
     reward: Mapping[str, Any],
+    sessions: Mapping[str, Any],
 ) -> MeasuredRun:
     """Read the last ``max_steps`` steps of a run; `UserError` if they have no responses.
 
@@ -120,6 +123,7 @@ def measured_run(
         settings: of the program, see `SimulateConfig`.
         num_ranks: training ranks, of ``num_replicas`` data-parallel replicas.
         engine: further settings of the section; ``reward`` is alike.
+        sessions: settings of a run with sessions, see `SimConfig`: their turns, and the length of each.
     """
     n = settings["n"]
     limit = settings["max_response_length"]
@@ -144,6 +148,7 @@ def measured_run(
         reward=RewardModel(acceptance=max(acceptance, 1e-3), latency_sigma=0.0, **reward),
         learner=LearnerModel(devices_per_replica=devices // num_replicas),
     )
+    config = replace(config, **sessions)
     return MeasuredRun(
         name=name, config=config, workload=workload, rows=rows, sampled=sampled, simulate=simulate
     )
@@ -159,8 +164,7 @@ def _prompt_length(
             pairs.append((row["prompt_length/mean"], lengths.number / n))
     means, groups = np.array(pairs).T
     mean = float(np.average(means, weights=groups))
-    sigma = math.sqrt(math.log1p(float(np.mean(groups * (means - mean) ** 2)) / mean**2))
-    return LengthModel(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
+    return LengthModel.of_moments(mean, float(np.mean(groups * (means - mean) ** 2)))
 
 
 class Fitted(NamedTuple):

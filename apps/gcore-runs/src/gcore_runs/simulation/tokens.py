@@ -86,7 +86,7 @@ def coarse_workload(
         ) from None
 
 
-def _draw_length(u: float, config: LengthModel, unit: int) -> int:
+def draw_length(u: float, config: LengthModel, unit: int) -> int:
     """Return the ``u`` quantile of the lengths in units of ``unit`` tokens, at least one."""
     return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
 
@@ -97,7 +97,7 @@ def drawn_prompts(config: SimConfig, seed: int, longest: int, *, at_least: int) 
     prompts: list[Prompt] = []
     for index in range(max(_NUM_PROMPTS, at_least)):
         u = uniform(seed, _TRAIN_PROMPT_STREAM, index)
-        size = min(longest // unit, _draw_length(u, config.prompt_length, unit))
+        size = min(longest // unit, draw_length(u, config.prompt_length, unit))
         prompts.append(Prompt(text="", token_ids=(index,) * size, row={}))
     return prompts
 
@@ -242,7 +242,7 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
             # A prompt is all of one token, which no other prompt has.
             prompt_u = uniform(self._seed, _PROMPT_STREAM, request.prompt_token_ids[0])
             u = blend(prompt_u, u, config.prompt_share)
-        return _draw_length(u, config.response_length, config.token_unit)
+        return draw_length(u, config.response_length, config.token_unit)
 
 
 def _prefix(request: Request, index: int) -> Completion | None:
