@@ -16,7 +16,6 @@ from gcore_agents import (
     CallError,
     ChatCall,
     ChatEncoder,
-    ChatReply,
     Opening,
     Reply,
     Session,
@@ -25,6 +24,7 @@ from gcore_agents import (
     run_episode,
     run_function,
 )
+from gcore_agents.calls import ChatReply
 from gcore_agents.session import SessionStatus
 from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
 from gcore_llm.agents.episodes import AgentRunner, EpisodePlayer, agent_returns, turn_returns
@@ -175,16 +175,12 @@ async def test_a_sample_has_the_agents_of_its_turns() -> None:
     engine: Any = DyingEngine(num_turns=2)
     prompt = Prompt(text="?", token_ids=(1,), row={})
     response = await player.play(engine, prompt, "0/0", SamplingParams(max_tokens=100), 0)
-    texts = [
-        (agent, make_tokenizer().decode(response.token_ids[tokens]))
-        for tokens, agent in response.list_turns()
-    ]
-    assert texts == [("b", f"One.{END}"), ("a", f"One.{END}")]
     assert response.credit is not None
-    assert [response.credit[tokens].tolist() for tokens, _ in response.list_turns()] == [
-        [-2.0] * 5,
-        [2.0] * 5,
-    ]
+    for agent, value in (("a", 2.0), ("b", -2.0)):
+        [[start, stop]] = response.agents[agent]
+        assert make_tokenizer().decode(response.token_ids[start:stop]) == f"One.{END}"
+        assert response.credit[start:stop].tolist() == [value] * 5
+    assert response.agents["b"][0, 0] < response.agents["a"][0, 0]
     assert response.score == 0.0
     assert response.parts["agent/a/return"] == 2.0
     assert response.parts["agent/b/return"] == -2.0
@@ -220,7 +216,9 @@ async def test_rewards_that_are_no_finite_numbers_fail_their_session(value: obje
         return value
 
     task = AgentTask(row={}, base_url="", api_key="", session=make_session())
-    with pytest.raises(AgentFailedError, match="as 'reward'; expected a finite number"):
+    with pytest.raises(
+        AgentFailedError, match=r"value of 'reward' is .*; expected a finite number"
+    ):
         await run_function(score_so, task, timeout_s=60)
 
 
@@ -243,12 +241,14 @@ async def test_a_function_returns_rewards_of_single_agents() -> None:
     )
     assert session.agent_score("planner") == 1.5
     assert session.agent_score("helper") == -1.0
-    unknown = "refused: agent is 'judge'; expected one of: helper, planner"
+    unknown = "score: CallError: agent is 'judge'; expected one of: helper, planner"
     with pytest.raises(AgentFailedError, match=unknown):
         await run(SessionReward(value=1.0, agent="judge"))
-    with pytest.raises(AgentFailedError, match=r"returned 1\.0; expected a SessionReward"):
+    with pytest.raises(
+        AgentFailedError, match=r"returned 1\.0 in a list; expected a SessionReward"
+    ):
         await run(1.0)
-    with pytest.raises(AgentFailedError, match="returned nan as 'reward'; expected a finite"):
+    with pytest.raises(AgentFailedError, match="value of 'reward' is nan; expected a finite"):
         await run(SessionReward(value=math.nan, agent="helper"))
 
 

@@ -153,9 +153,10 @@ async def test_agents_have_rewards_of_their_own(connect: Connect) -> None:
     for reward in rewards:
         status, _, _ = await client.call("/v1/session/reward", reward)
         assert status == 200
+    await client.call("/a/helper/v1/session/reward", {"value": -2.0})
     session = client.session
-    assert [session.agent_score(name) for name in ("planner", "helper")] == [1.5, -1.0]
-    assert session.score == 0.5
+    assert [session.agent_score(name) for name in ("planner", "helper")] == [1.5, -3.0]
+    assert session.score == -1.5
     refused = [
         ({"agent": "judge", "value": 1.0}, "agent is 'judge'; expected one of: helper, planner"),
         ({"agent": 1, "value": 1.0}, "agent is 1; expected text"),
@@ -168,7 +169,7 @@ async def test_agents_have_rewards_of_their_own(connect: Connect) -> None:
         status, reply, _ = await client.call("/v1/session/reward", reward)
         assert status == 400
         assert expected in str(reply), reply
-    assert len(session.rewards) == 3
+    assert len(session.rewards) == 4
 
 
 async def test_a_reward_of_an_agent_before_any_has_called(connect: Connect) -> None:

@@ -61,13 +61,12 @@ def make_episode(*turns: tuple[str, float], num_given: int = 1) -> Completion:
     size = (2 + num_given) * len(turns)
     credit = np.zeros(size, np.float32)
     mask = np.zeros(size, np.bool_)
-    agents = sorted({agent for agent, _ in turns})
-    spans: list[tuple[int, int, int]] = []
+    spans: dict[str, list[tuple[int, int]]] = {}
     for number, (agent, value) in enumerate(turns):
         start = (2 + num_given) * number
         mask[start : start + 2] = True
         credit[start : start + 2] = value
-        spans.append((start, start + 2, agents.index(agent)))
+        spans.setdefault(agent, []).append((start, start + 2))
     return Completion(
         request_id="",
         index=0,
@@ -77,8 +76,7 @@ def make_episode(*turns: tuple[str, float], num_given: int = 1) -> Completion:
         weight_versions=np.zeros(size, np.int32),
         mask=mask,
         credit=credit,
-        turn_spans=np.array(spans),
-        agents=tuple(agents),
+        agents={agent: np.array(turns) for agent, turns in spans.items()},
     )
 
 

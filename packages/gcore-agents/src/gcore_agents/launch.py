@@ -6,12 +6,11 @@ import inspect
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ from gcore_agents.command_guard import (
     signal_processes,
     start_guard,
 )
-from gcore_agents.errors import AgentFailedError, CallError
+from gcore_agents.errors import AgentFailedError
 from gcore_agents.session import Session, SessionReward
 
 AgentResult: TypeAlias = float | Mapping[str, float] | Sequence[SessionReward] | None
@@ -78,17 +77,14 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
                 result = await _run_in_thread(function, task)
                 if inspect.isawaitable(result):
                     result = await result
+        for reward in _list_rewards(result):
+            task.session.add_reward(reward)
     except TimeoutError:
         raise AgentFailedError(f"{name} took longer than {timeout_s:g} s") from None
     except (Exception, SystemExit) as error:
         raise AgentFailedError(f"{name}: {type(error).__name__}: {error}") from error
     finally:
         task.session.close()
-    for reward in _list_rewards(result, name):
-        try:
-            task.session.add_reward(reward)
-        except CallError as error:
-            raise AgentFailedError(f"{name} returned a reward that is refused: {error}") from None
 
 
 async def _run_in_thread(function: AgentFunction, task: AgentTask) -> Any:
@@ -112,23 +108,20 @@ async def _run_in_thread(function: AgentFunction, task: AgentTask) -> Any:
     return await asyncio.wrap_future(done)
 
 
-def _list_rewards(result: Any, name: str) -> list[SessionReward]:
+def _list_rewards(result: Any) -> list[SessionReward]:
+    """Return the rewards that an agent's function returned."""
     if result is None:
         return []
-    rewards: list[Any] = [SessionReward(value=result)]
     if isinstance(result, Mapping):
-        rewards = [SessionReward(value=value, name=key) for key, value in result.items()]
-    elif isinstance(result, list | tuple):
-        rewards = list(result)
-    for reward in rewards:
+        return [SessionReward(value=value, name=name) for name, value in result.items()]
+    if not isinstance(result, list | tuple):
+        return [SessionReward(value=result)]
+    for reward in result:
         if not isinstance(reward, SessionReward):
-            raise AgentFailedError(f"{name} returned {reward!r:.80}; expected a SessionReward")
-        value: Any = reward.value
-        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-            raise AgentFailedError(
-                f"{name} returned {value!r:.80} as {reward.name!r}; expected a finite number"
+            raise TypeError(
+                f"the function returned {reward!r:.80} in a list; expected a SessionReward"
             )
-    return [replace(reward, value=float(reward.value)) for reward in rewards]
+    return list(result)
 
 
 async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> None:

@@ -136,10 +136,8 @@ class AgentServer:
 
     def session_url(self, session: Session, *, agent: str = "") -> str:
         """Return a base URL that needs no key, for agents that cannot be given one; it may name the agent."""
-        url = f"{self.url}/s/{session.key}"
-        if agent:
-            url += f"/a/{agent}"
-        return f"{url}/v1"
+        agent_path = f"/a/{agent}" if agent else ""
+        return f"{self.url}/s/{session.key}{agent_path}/v1"
 
     def release(self, session: Session) -> None:
         """Close a session, and serve it no longer; later calls get status 409."""
@@ -153,15 +151,13 @@ class AgentServer:
         router = app.router
         for path in ("/", "/health"):
             router.add_get(path, _report_health)
-        for key in ("", "/s/{key}"):
+        for prefix in ("", "/s/{key}", "/a/{agent}", "/s/{key}/a/{agent}"):
             for version in ("/v1", ""):
-                self._add_session_routes(router, key + version)
-            for prefix in (key, key + "/a/{agent}"):
-                for version in ("/v1", ""):
-                    self._add_api_routes(router, prefix + version)
-                for version in _GOOGLE_VERSIONS:
-                    path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
-                    router.add_post(path, self._answer_google)
+                self._add_api_routes(router, prefix + version)
+                self._add_session_routes(router, prefix + version)
+            for version in _GOOGLE_VERSIONS:
+                path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
+                router.add_post(path, self._answer_google)
 
     def _add_api_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         for path, kind in _DIALECTS.items():
@@ -169,8 +165,8 @@ class AgentServer:
         for path, kind in _COUNTS.items():
             router.add_post(prefix + path, partial(self._count_tokens, kind))
         router.add_get(f"{prefix}/responses/{{response_id}}", self._show_response)
-        router.add_get(f"{prefix}/models", self._list_models)
-        router.add_get(f"{prefix}/models/{{model}}", self._show_model)
+        router.add_get(f"{prefix}/models", partial(self._use_session, _list_models))
+        router.add_get(f"{prefix}/models/{{model}}", partial(self._use_session, _describe_model))
 
     def _add_session_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         for path, function in (("", describe_session), ("/graph", describe_graph)):
@@ -286,24 +282,11 @@ class AgentServer:
             values: Any = dict(request.query)
             if request.method == "POST":
                 values = await _read_body(request)
-            return web.json_response(function(session, JsonFields(values)))
+            fields = JsonFields(values)
+            fields.values.update(request.match_info)
+            return web.json_response(function(session, fields))
         except Exception as error:
             return _make_error_response(Dialect, error)
-
-    async def _list_models(self, request: web.Request) -> web.Response:
-        try:
-            self._find(request)
-        except CallError as error:
-            return _make_error_response(Dialect, error)
-        models = [_describe_model(MODEL)]
-        return web.json_response({"object": "list", "data": models, "has_more": False})
-
-    async def _show_model(self, request: web.Request) -> web.Response:
-        try:
-            self._find(request)
-        except CallError as error:
-            return _make_error_response(Dialect, error)
-        return web.json_response(_describe_model(request.match_info["model"]))
 
 
 async def _report_health(request: web.Request) -> web.Response:
@@ -351,8 +334,15 @@ def _make_error_response(kind: type[Dialect], error: Exception) -> web.Response:
     return web.json_response(kind.write_error(call_error), status=call_error.status)
 
 
-def _describe_model(name: str) -> dict[str, Any]:
+def _list_models(session: Session, fields: JsonFields) -> dict[str, Any]:
+    models = [_describe_model(session, fields)]
+    return {"object": "list", "data": models, "has_more": False}
+
+
+def _describe_model(session: Session, fields: JsonFields) -> dict[str, Any]:
     """Return a model in the forms of OpenAI and Anthropic at once."""
+    del session
+    name = fields.read_text("model") or MODEL
     return {
         "id": name,
         "object": "model",

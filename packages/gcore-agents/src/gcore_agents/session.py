@@ -236,7 +236,8 @@ class Session:
         value: Any = reward.value
         if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise CallError(
-                f"value of {reward.name!r} is {value!r:.80}; expected a finite number", field="value"
+                f"value of {reward.name!r} is {value!r:.80}; expected a finite number",
+                field="value",
             )
         agents = self.agents
         agent = reward.agent

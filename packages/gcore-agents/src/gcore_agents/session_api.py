@@ -1,6 +1,5 @@
 """Routes of a session for its runner, over HTTP: its state, its graph, rewards and its end."""
 
-import sys
 import time
 from typing import Any, get_args
 
@@ -10,6 +9,9 @@ from gcore_agents.dialects.chat_completions import read_messages, read_tools
 from gcore_agents.dialects.fields import JsonFields
 from gcore_agents.dialects.images import make_image_reader
 from gcore_agents.session import Session, SessionReward, SessionStatus
+
+_NODE_FIELDS = ("number", "response_id", "finish_reason", "is_delivered", "agent")
+_TOKEN_FIELDS = ("token_ids", "log_probs", "weight_versions")
 
 
 def describe_session(session: Session, fields: JsonFields) -> dict[str, Any]:
@@ -34,35 +36,28 @@ def describe_graph(session: Session, fields: JsonFields) -> dict[str, Any]:
     with_tokens = fields.read_text("tokens") == "1"
     nodes: list[dict[str, Any]] = []
     for node in session.graph.nodes:
+        assert node.parent is not None
         entry: dict[str, Any] = {
-            "number": node.number,
-            "parent": node.parent.number if node.parent is not None else -1,
+            "parent": node.parent.number,
             "messages": convert_images(node.messages, digest_image),
             "num_tokens": len(node.token_ids),
-            "response_id": node.response_id,
-            "finish_reason": node.finish_reason,
-            "is_delivered": node.is_delivered,
-            "agent": node.agent,
         }
+        for name in _NODE_FIELDS:
+            entry[name] = getattr(node, name)
         if with_tokens:
-            entry["token_ids"] = list(node.token_ids)
-            entry["log_probs"] = list(node.log_probs)
-            entry["weight_versions"] = list(node.weight_versions)
+            for name in _TOKEN_FIELDS:
+                entry[name] = list(getattr(node, name))
         nodes.append(entry)
     return {"session_id": session.session_id, "nodes": nodes}
 
 
 def add_reward(session: Session, fields: JsonFields) -> dict[str, Any]:
     """Add a reward of the session, of the turn ``response_id`` or of ``agent``."""
-    value = fields.values.get("value")
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or abs(value) > sys.float_info.max
-    ):
+    value: Any = fields.values.get("value")
+    if isinstance(value, bool):
         fields.fail("value", "a finite number")
     reward = SessionReward(
-        value=float(value),
+        value=value,
         response_id=fields.read_text("response_id") or "",
         agent=fields.read_text("agent") or "",
         name=fields.read_text("name") or "reward",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.protocol import Completion, EpisodeEnd
 from gcore_rollout.errors import EpisodeError
 from gcore_rollout.prompts import Prompt, PromptImages
-from gcore_rollout.rewards.reward import part_means
+from gcore_rollout.rewards.reward import part_means, values_by_name
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,17 +88,15 @@ class Group:
         role-conditioned advantage estimation of SPIRAL (Liu et al., arXiv 2506.24119), whose b is a moving average over
         games. There is no division by a standard deviation.
         """
-        session_means: dict[str, list[float]] = {}
-        for response in self.responses:
-            for agent, value in response.mean_credit().items():
-                session_means.setdefault(agent, []).append(value)
+        session_means = values_by_name(response.mean_credit() for response in self.responses)
         advantages: list[NDArray[np.float32] | None] = []
         for response in self.responses:
             credit = response.credit
             if credit is not None:
                 credit = credit.copy()
-                for tokens, agent in response.list_turns():
-                    credit[tokens] -= np.float32(np.mean(session_means[agent]))
+                for agent, spans in response.agents.items():
+                    for start, stop in spans:
+                        credit[start:stop] -= np.float32(np.mean(session_means[agent]))
             advantages.append(credit)
         return advantages
 
@@ -181,9 +179,6 @@ def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion
     credit = response.credit
     if credit is not None:
         credit = np.append(np.zeros(count, np.float32), credit)
-    turn_spans = response.turn_spans
-    if turn_spans is not None:
-        turn_spans = turn_spans + [count, count, 0]
     return replace(
         response,
         token_ids=np.append(tokens, response.token_ids),
@@ -192,7 +187,7 @@ def _extend_start(response: Completion, tokens: NDArray[np.int64]) -> Completion
         mask=np.append(np.zeros(count, np.bool_), mask),
         forks=forks,
         credit=credit,
-        turn_spans=turn_spans,
+        agents={agent: spans + count for agent, spans in response.agents.items()},
     )
 
 

@@ -305,18 +305,16 @@ class EpisodePlayer:
             findings = session.graph.count_findings()
         for finding, count in findings.items():
             parts[f"agent/{finding}"] = float(count)
-        agents = sorted({turn.agent for turn in tree.turns})
-        turn_spans: list[tuple[int, int, int]] = []
-        for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
-            if turn.token_ids:
-                stop = start + len(turn.token_ids)
-                turn_spans.append((start, stop, agents.index(turn.agent)))
-        credit = None
+        values: dict[Any, float] = {}
         if self.credit is not None:
             values = dict(zip(session.graph.turns(), self.credit(session), strict=True))
-            credit = np.zeros(tree.token_ids.shape, np.float32)
-            for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
-                credit[start : start + len(turn.token_ids)] = values[turn]
+        credit = np.zeros(tree.token_ids.shape, np.float32)
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
+            stop = start + len(turn.token_ids)
+            credit[start:stop] = values.get(turn, 0.0)
+            if turn.token_ids:
+                spans.setdefault(turn.agent, []).append((start, stop))
         images = None
         if tree.images:
             starts = tuple(tree.image_starts)
@@ -331,10 +329,9 @@ class EpisodePlayer:
             log_probs=tree.log_probs,
             weight_versions=tree.weight_versions,
             forks=tree.forks if tree.forks.size else None,
-            credit=credit,
+            credit=credit if values else None,
             images=images,
-            turn_spans=np.array(turn_spans, np.int64),
-            agents=tuple(agents),
+            agents={agent: np.array(turns) for agent, turns in spans.items()},
             turns=tuple(turns),
             score=session.score or 0.0,
             end=session.end,

@@ -31,8 +31,9 @@ def list_pieces(
     token_ids = response.token_ids
     versions = response.weight_versions
     agents = np.full(token_ids.shape, "", object)
-    for tokens, agent in response.list_turns():
-        agents[tokens] = agent
+    for agent, spans in response.agents.items():
+        for turn_start, turn_stop in spans:
+            agents[turn_start:turn_stop] = agent
     changes = np.flatnonzero(np.diff(versions)) + 1
     pieces: list[dict[str, Any]] = []
     # Of each piece, by its last token.

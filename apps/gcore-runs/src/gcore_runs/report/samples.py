@@ -83,12 +83,9 @@ def _show_pieces(pieces: Sequence[Row]) -> list[Row]:
         title = "given"
         if piece["is_sampled"]:
             title = f"sampled by the weights of step {piece['version']}"
-        if "agent" in piece:
-            title += f", agent {piece['agent']}"
-        if "credit" in piece:
-            title += f", credit {amount(piece['credit'])}"
-        if "advantage" in piece:
-            title += f", advantage {piece['advantage']:+.3g}"
+        for name in ("agent", "credit", "advantage"):
+            if name in piece:
+                title += f", {name} {_text(piece[name])}"
         fork = ""
         depth = 0
         if parent == -2:

@@ -328,11 +328,9 @@ class Completion(AnySample):
     one before it; -1: it follows the prompt; -2: it follows nothing. None: there is one conversation."""
     credit: NDArray[np.float32] | None = None
     """[T] value of each token's turn, if advantages are not made of the score; see `Group.center_credit`."""
-    turn_spans: NDArray[np.int64] | None = None
-    """[N, 3] of an episode: for each turn that is trained on, where it starts and stops among the tokens, and its
-    agent's index in ``agents``."""
-    agents: tuple[str, ...] = ()
-    """Names of an episode's agents; one that is not named has an empty name."""
+    agents: Mapping[str, NDArray[np.int64]] = field(default_factory=dict[str, NDArray[np.int64]])
+    """[N, 2] of an episode's agents, by name: where their turns that are trained on start and stop among the tokens. An
+    agent that is not named has an empty name."""
     end: EpisodeEnd | None = None
     """How an episode of several turns ended; None: there is one turn."""
     turns: tuple[str, ...] = ()
@@ -365,21 +363,13 @@ class Completion(AnySample):
             return self.weight_versions
         return self.weight_versions[self.mask]
 
-    def list_turns(self) -> list[tuple[slice, str]]:
-        """Return the tokens of each turn of an episode that is trained on, and the name of its agent."""
-        turns: list[tuple[slice, str]] = []
-        if self.turn_spans is not None:
-            for start, stop, agent in self.turn_spans.tolist():
-                turns.append((slice(start, stop), self.agents[agent]))
-        return turns
-
     def mean_credit(self) -> dict[str, float]:
-        """Return the mean credit of each agent's turns."""
-        values: dict[str, list[float]] = {}
+        """Return the mean credit of each agent's turns, if they have credit."""
+        means: dict[str, float] = {}
         if self.credit is not None:
-            for tokens, agent in self.list_turns():
-                values.setdefault(agent, []).append(float(self.credit[tokens.start]))
-        return {agent: sum(credits) / len(credits) for agent, credits in values.items()}
+            for agent, spans in self.agents.items():
+                means[agent] = float(self.credit[spans[:, 0]].mean(dtype=np.float64))
+        return means
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays, texts and numbers for a checkpoint, without the texts of an episode's turns."""

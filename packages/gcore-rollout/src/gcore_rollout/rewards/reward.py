@@ -319,7 +319,7 @@ def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return ``reward/PART/mean`` of every part, over the completions that have it."""
     return {
         f"reward/{name}/mean": statistics.fmean(numbers)
-        for name, numbers in _by_part(parts).items()
+        for name, numbers in values_by_name(parts).items()
     }
 
 
@@ -327,11 +327,12 @@ def part_stds(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return ``reward/PART/std`` of every part, over the completions that have it."""
     return {
         f"reward/{name}/std": statistics.pstdev(numbers)
-        for name, numbers in _by_part(parts).items()
+        for name, numbers in values_by_name(parts).items()
     }
 
 
-def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+def values_by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the numbers of each name, of those that have it."""
     values = defaultdict[str, list[float]](list)
     for named_parts in parts:
         for name, part in named_parts.items():
