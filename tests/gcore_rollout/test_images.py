@@ -1,6 +1,7 @@
 """Requests with images: what the engines say against transformers' own model, alone with each prompt."""
 
 import asyncio
+import io
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,9 @@ from gcore_rollout import (
     Completion,
     Engine,
     EngineModelError,
+    Group,
     HFEngine,
+    PromptImages,
     Request,
     RequestError,
     RolloutError,
@@ -28,6 +31,7 @@ from gcore_rollout import (
     VLLMEngine,
     decode_image,
 )
+from gcore_rollout.groups import share_prompt
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -106,6 +110,79 @@ async def test_log_probs_and_greedy_tokens_are_those_of_transformers(
     folders: dict[str, Path], processor: VisionProcessor, engine: Engine
 ) -> None:
     await check_log_probs_and_greedy_tokens(engine, Reference.load(folders["old"]), processor)
+
+
+async def test_image_tokens_of_earlier_turns_are_text(
+    folders: dict[str, Path], processor: VisionProcessor, engine: Engine
+) -> None:
+    """The prompt of a second turn: an image, a turn with two image tokens, and another image."""
+    first = processor.expand([40, VISION_START, IMAGE, VISION_END], [WIDE])
+    turn = (50, IMAGE, 51, IMAGE)
+    second = processor.expand([VISION_START, IMAGE, VISION_END, 41], [SMALL])
+    starts = (2, len(first) + len(turn) + 1)
+    request = Request(
+        request_id="later",
+        prompt_token_ids=(*first, *turn, *second),
+        sampling=SamplingParams(max_tokens=8),
+        n=2,
+        images=(WIDE, SMALL),
+        image_starts=starts,
+    )
+    reference = Reference.load(folders["old"])
+    text = [len(first) + 1, len(first) + 3]
+    for completion in (await collect(engine, request)).values():
+        tokens = completion.token_ids.tolist()
+        expected = reference.log_probs_of_text(
+            request.prompt_token_ids, request.images, tokens, text=text
+        )
+        np.testing.assert_allclose(completion.log_probs, expected, atol=TOLERANCE, rtol=0)
+    with pytest.raises(
+        RequestError, match=r"images of \[6, 1\] tokens and places of \[6, 1, 1, 1\]"
+    ):
+        await collect(engine, replace(request, request_id="runs", image_starts=None))
+
+
+def test_pixels_are_counted_before_they_are_decoded(processor: VisionProcessor) -> None:
+    file = io.BytesIO()
+    PIL.Image.new("L", (100, 90)).save(file, "PNG")
+    # Its pixels are missing.
+    image = file.getvalue()[:-30]
+    with pytest.raises(RequestError, match="an image has 9000 pixels; expected at most 8999"):
+        processor.check_image(image, max_pixels=8999)
+    with pytest.raises(RequestError, match="does not decode"):
+        processor.check_image(image, max_pixels=9000)
+    processor.check_image(WIDE, max_pixels=56 * 84)
+
+
+def make_episode(prompt: Sequence[int], starts: tuple[int, ...]) -> Completion:
+    return Completion(
+        request_id="0/0",
+        index=0,
+        token_ids=np.array([50, 51]),
+        log_probs=np.zeros(2, np.float32),
+        weight_versions=np.zeros(2, np.int32),
+        finish_reason="stop",
+        prompt_ids=np.array(prompt),
+        images=PromptImages(model="model", sources=(b"file",) * len(starts), starts=starts),
+    )
+
+
+def test_episodes_share_no_part_of_an_image() -> None:
+    """Their images have 2 and 3 tokens, and others that are equal as tokens."""
+    start = [40, VISION_START]
+    for other, size in ([IMAGE] * 3, 2), ([IMAGE] * 2, 6):
+        group = Group(prompt_index=0, prompt_ids=np.array([1]))
+        for image in ([IMAGE] * 2, other):
+            prompt = [*start, *image, VISION_END, 41]
+            group.responses.append(share_prompt(group, make_episode(prompt, (2,))))
+        assert group.prompt_ids.size == size
+        for response in group.responses:
+            assert response.images is not None
+            tokens = [*group.prompt_ids, *response.token_ids]
+            assert tokens[response.images.starts[0]] == IMAGE
+    restored = Group.from_state(group.state())
+    assert [r.images for r in restored.responses] == [r.images for r in group.responses]
+    assert restored.has_images
 
 
 @pytest.mark.parametrize("kind", KINDS)

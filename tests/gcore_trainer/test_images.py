@@ -167,36 +167,22 @@ def test_images_of_a_response_and_its_branches_are_seen_where_they_stand(folder:
     ):
         stop = 3
         for image in later:
-            start = stop
-            stop += len(span_of(image)) + 3
-            path = [*sample.response_ids[:3].tolist(), *sample.response_ids[start:stop].tolist()]
-            expected = path_log_probs(reference, sample, path, [WIDE, image])
-            np.testing.assert_allclose(log_probs[start:stop], expected[3:], atol=TOLERANCE, rtol=0)
-            np.testing.assert_allclose(log_probs[:3], expected[:3], atol=TOLERANCE, rtol=0)
+            start = stop + len(span_of(image))
+            context = [
+                *sample.prompt_ids,
+                *sample.response_ids[:3],
+                *sample.response_ids[stop:start],
+            ]
+            stop = start + 3
+            expected = reference.log_probs_of_text(
+                [int(token) for token in context],
+                [WIDE, image],
+                sample.response_ids[start:stop].tolist(),
+                text=[sample.prompt_ids.size + 1],
+            )
+            np.testing.assert_allclose(log_probs[start:stop], expected, atol=TOLERANCE, rtol=0)
     length = pack(samples).input_ids.size
     assert length == sum(s.num_inputs for s in samples) - samples[0].prompt_ids.size
-
-
-@torch.no_grad()
-def path_log_probs(
-    reference: Reference, sample: Sample, path: Sequence[int], images: Sequence[bytes]
-) -> NDArray[np.float32]:
-    """What transformers' model gives one conversation, in which the second response token is text."""
-    prompt = sample.prompt_ids.tolist()
-    inputs = reference.inputs([*prompt, *path], images)
-    is_image = inputs["mm_token_type_ids"]
-    is_image[0, len(prompt) + 1] = 0
-    features = reference.model.model.get_image_features(
-        inputs["pixel_values"], inputs["image_grid_thw"]
-    ).pooler_output
-    embeddings = reference.model.get_input_embeddings()(inputs["input_ids"])
-    embeddings[is_image.bool()] = torch.cat(features)
-    positions, _ = reference.model.model.get_rope_index(
-        inputs["input_ids"], is_image, image_grid_thw=inputs["image_grid_thw"]
-    )
-    logits = reference.model(inputs_embeds=embeddings, position_ids=positions).logits
-    log_probs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return log_probs.gather(1, torch.tensor(path)[:, None])[:, 0].numpy()
 
 
 def test_images_that_do_not_fit_a_response_are_refused(folder: Path) -> None:

@@ -168,10 +168,16 @@ class Reference:
 
     @torch.no_grad()
     def log_probs_of_text(
-        self, prompt: Sequence[int], images: Sequence[bytes], response: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        images: Sequence[bytes],
+        response: Sequence[int],
+        *,
+        text: Sequence[int] = (),
     ) -> torch.Tensor:
-        """The same for a response in which image tokens are text."""
+        """The same for a response in which image tokens are text, and so are those at places ``text`` of the prompt."""
         inputs = self.inputs(prompt, images)
+        inputs["mm_token_type_ids"][0, list(text)] = 0
         token_ids = torch.tensor([[*prompt, *response]])
         is_image = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(response)))
         features = self.model.model.get_image_features(

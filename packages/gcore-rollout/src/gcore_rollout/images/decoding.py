@@ -18,12 +18,23 @@ _MAX_16_BIT = 65535
 
 
 def image_size(image: bytes) -> tuple[int, int]:
-    """Return the height and width of an encoded image, as its camera was held, without decoding its pixels."""
+    """Return the height and width of an encoded image, as its camera was held; `RequestError` if it is damaged."""
     picture = _open(image)
     width, height = picture.size
-    if picture.getexif().get(_ORIENTATION, 1) >= 5:
+    try:
+        # A PNG file is decoded for it.
+        orientation: int = picture.getexif().get(_ORIENTATION, 1)
+    except _DAMAGED as error:
+        raise _make_damage_error(image, error) from None
+    if orientation >= 5:
         return width, height
     return height, width
+
+
+def count_pixels(image: bytes) -> int:
+    """Return how many pixels an encoded image says that it has, without decoding them."""
+    width, height = _open(image).size
+    return width * height
 
 
 def open_rgb(image: bytes) -> Any:
@@ -41,7 +52,7 @@ def open_rgb(image: bytes) -> Any:
     except _DAMAGED as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"an image of {len(image)} bytes does not decode: {error}") from None
+        raise _make_damage_error(image, error) from None
 
 
 def read_image(source: bytes | Path | str) -> bytes:
@@ -64,6 +75,10 @@ def decode_image(source: bytes | Path | str) -> NDArray[np.uint8]:
     `RequestError` if it is none that Pillow reads, `OSError` if it cannot be read.
     """
     return np.asarray(open_rgb(read_image(source)))
+
+
+def _make_damage_error(image: bytes, error: Exception) -> RequestError:
+    return RequestError(f"an image of {len(image)} bytes does not decode: {error}")
 
 
 def _open(image: bytes) -> Any:

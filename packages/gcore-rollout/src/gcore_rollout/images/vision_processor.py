@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import EngineModelError, RequestError
-from gcore_rollout.images.decoding import image_size, open_rgb
+from gcore_rollout.images.decoding import count_pixels, image_size, open_rgb
 from gcore_rollout.images.reward import import_pillow
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -87,11 +87,9 @@ class VisionProcessor:
 
         An image with too many is not decoded.
         """
-        height, width = image_size(image)
-        if height * width > max_pixels:
-            raise RequestError(
-                f"an image has {width} x {height} pixels; expected at most {max_pixels}"
-            )
+        num_pixels = count_pixels(image)
+        if num_pixels > max_pixels:
+            raise RequestError(f"an image has {num_pixels} pixels; expected at most {max_pixels}")
         open_rgb(image)
         self.num_tokens(image)
 
