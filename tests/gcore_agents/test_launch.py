@@ -242,3 +242,43 @@ async def test_time_in_which_an_engine_holds_turns_back_does_not_count() -> None
 
     with pytest.raises(AgentFailedError, match=r"works took longer than 0\.3 s"):
         await run_function(works, make_task(), timeout_s=0.3)
+
+
+async def test_the_error_of_an_agent_is_short() -> None:
+    async def agent(task: AgentTask) -> float:
+        raise ValueError(task.row["a"] * "x" * 1_000_000)
+
+    with pytest.raises(AgentFailedError, match="ValueError: xxx") as caught:
+        await run_function(agent, make_task(), timeout_s=5)
+    assert len(str(caught.value)) < 3_000
+    program = "print('x' * 1_000_000 + 'y'); raise SystemExit(3)"
+    with pytest.raises(AgentFailedError, match=r"ended with code 3: xxx.*y$") as caught:
+        await run_command(f'{sys.executable} -c "{program}"', make_task(), timeout_s=60)
+    assert len(str(caught.value)) < 3_000
+
+
+async def test_an_agent_that_cancels_itself_has_failed() -> None:
+    async def leak(task: AgentTask) -> float:
+        del task
+        raise asyncio.CancelledError
+
+    async def wait(task: AgentTask) -> None:
+        del task
+        await asyncio.sleep(5)
+
+    async def cancel(task: AgentTask) -> float:
+        del task
+        this_task = asyncio.current_task()
+        assert this_task is not None
+        this_task.cancel()
+        await asyncio.sleep(1)
+        return 1.0
+
+    for agent in (leak, cancel):
+        with pytest.raises(AgentFailedError, match="cancelled itself"):
+            await run_function(agent, make_task(), timeout_s=5)
+    run = asyncio.create_task(run_function(wait, make_task(), timeout_s=5))
+    await asyncio.sleep(0.05)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run

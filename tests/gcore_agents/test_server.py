@@ -271,6 +271,41 @@ async def test_a_key_may_be_in_any_place(connect: Connect, header: str) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
+async def test_a_base_url_may_have_a_version_more(connect: Connect, api: str) -> None:
+    """Anthropic's and Google's clients add one, and may be given OpenAI's base URL."""
+    client = await connect("4")
+    status, reply, _ = await client.call("/v1" + PATHS[api], BODIES[api])
+    assert (status, read_text(api, reply)) == (200, "4")
+
+
+async def test_a_key_may_lack_its_scheme(connect: Connect) -> None:
+    client = await connect()
+    for header in (client.session.key, f"bearer  {client.session.key}"):
+        status, _, _ = await client.call(PATHS["chat"], BODIES["chat"], Authorization=header)
+        assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/embeddings"), ("GET", PATHS["chat"]), ("POST", f"/{PATHS['chat']}")],
+)
+async def test_other_paths_are_refused_in_json(connect: Connect, method: str, path: str) -> None:
+    """SDKs show the message of JSON alone."""
+    client = await connect()
+    status, reply, _ = await client.call(path, method=method)
+    assert status == 404
+    assert reply["error"]["message"].startswith(f"{method} {path} is not served; expected")
+
+
+async def test_a_body_that_is_not_compressed_as_it_says(connect: Connect) -> None:
+    client = await connect()
+    headers = {"Content-Encoding": "gzip"}
+    status, reply, _ = await client.call(PATHS["chat"], b"no such thing", **headers)
+    assert status == 400
+    assert "the body cannot be read" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("api", APIS)
 async def test_unknown_keys_and_closed_sessions(connect: Connect, api: str) -> None:
     client = await connect()
     client.key = "unknown"

@@ -27,6 +27,8 @@ from gcore_agents.command_guard import (
 from gcore_agents.errors import AgentFailedError
 from gcore_agents.session import Session, SessionReward
 
+_MAX_SHOWN = 2_000
+"""Most characters of an agent's own error, or of what a command has printed, in an error."""
 AgentResult: TypeAlias = float | Mapping[str, float] | Sequence[SessionReward] | None
 """The reward of a session, several by name, or any, such as of single agents; None: the agent does not score it."""
 
@@ -72,7 +74,8 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
     try:
         async with task.session.clock.limit(timeout_s):
             if inspect.iscoroutinefunction(function):
-                result = await function(task)
+                # In a task of its own: it may cancel the one that it runs in.
+                result = await asyncio.ensure_future(function(task))
             else:
                 result = await _run_in_thread(function, task)
                 if inspect.isawaitable(result):
@@ -82,7 +85,13 @@ async def run_function(function: AgentFunction, task: AgentTask, *, timeout_s: f
     except TimeoutError:
         raise AgentFailedError(f"{name} took longer than {timeout_s:g} s") from None
     except (Exception, SystemExit) as error:
-        raise AgentFailedError(f"{name}: {type(error).__name__}: {error}") from error
+        text = str(error)[:_MAX_SHOWN]
+        raise AgentFailedError(f"{name}: {type(error).__name__}: {text}") from error
+    except asyncio.CancelledError:
+        this_task = asyncio.current_task()
+        if this_task is not None and this_task.cancelling():
+            raise
+        raise AgentFailedError(f"{name} cancelled itself") from None
     finally:
         task.session.close()
 
@@ -157,8 +166,8 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
             task.session.close()
             await _end_command(process, row_variable(row))
         if code:
-            lines = log.read_text(errors="replace").splitlines()[-5:]
-            raise AgentFailedError(f"{command!r} {_describe_end(code)}: {' | '.join(lines)}")
+            lines = " | ".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise AgentFailedError(f"{command!r} {_describe_end(code)}: {lines[-_MAX_SHOWN:]}")
 
 
 def _describe_end(code: int) -> str:

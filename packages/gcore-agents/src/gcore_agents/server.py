@@ -49,7 +49,9 @@ _COUNTS: dict[str, type[Dialect]] = {
     "/messages/count_tokens": AnthropicDialect,
     "/responses/input_tokens": ResponsesDialect,
 }
-_GOOGLE_VERSIONS = ("/v1beta", "/v1alpha", "/v1", "")
+_VERSIONS = ("/v1", "", "/v1/v1")
+"""The last is what clients call that add a version of their own to OpenAI's base URL."""
+_GOOGLE_VERSIONS = ("/v1beta", "/v1alpha", *_VERSIONS, "/v1/v1beta", "/v1/v1alpha")
 
 
 class _ServedSession:
@@ -152,12 +154,13 @@ class AgentServer:
         for path in ("/", "/health"):
             router.add_get(path, _report_health)
         for prefix in ("", "/s/{key}", "/a/{agent}", "/s/{key}/a/{agent}"):
-            for version in ("/v1", ""):
+            for version in _VERSIONS:
                 self._add_api_routes(router, prefix + version)
                 self._add_session_routes(router, prefix + version)
             for version in _GOOGLE_VERSIONS:
                 path = f"{prefix}{version}/models/{{model:.+}}:{{action}}"
                 router.add_post(path, self._answer_google)
+        router.add_route("*", "/{path:.*}", _refuse_path)
 
     def _add_api_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         for path, kind in _DIALECTS.items():
@@ -181,7 +184,7 @@ class AgentServer:
         authorization = request.headers.get("Authorization", "")
         keys = [
             request.match_info.get("key", ""),
-            authorization.partition(" ")[2].strip(),
+            authorization.strip().rpartition(" ")[2],
             request.headers.get("x-api-key", ""),
             request.headers.get("x-goog-api-key", ""),
             request.query.get("key", ""),
@@ -294,11 +297,24 @@ async def _report_health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
+async def _refuse_path(request: web.Request) -> web.Response:
+    calls = ", ".join(_DIALECTS)
+    error = CallError(
+        f"{request.method} {request.path} is not served; expected POST with one of {calls} after the base URL, or "
+        "another route of the HTTP API",
+        status=404,
+        code="not_found",
+    )
+    return _make_error_response(Dialect, error)
+
+
 async def _read_body(request: web.Request) -> Any:
     try:
         body = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise CallError(f"the body is too long: {error.text}", status=413, field="body") from None
+    except web.RequestPayloadError as error:
+        raise CallError(f"the body cannot be read: {error}", field="body") from None
     return parse_json(body, "body")
 
 
