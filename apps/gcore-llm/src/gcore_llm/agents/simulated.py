@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_llm.agents.episodes import EngineSampler
 from gcore_placement import log_normal, uniform
@@ -33,48 +32,40 @@ class SimulatedSessions:
     ) -> Completion:
         """Play one session, see `EpisodeRole.play`; it sleeps while the agent would work."""
         model = self.config.sessions
-        unit = self.config.token_unit
         draw = partial(uniform, self.seed, _SESSION_STREAM, seed)
-        num_turns = draw_length(draw(0), model.turns, 1)
         sampler = EngineSampler(engine=policy, sampling=sampling)
         await asyncio.sleep(model.start_s)
-        added = prompt.token_ids
+        new_ids = prompt.token_ids
         versions: list[int] = []
-        for turn in range(1, num_turns + 1):
+        is_over = False
+        for turn in range(draw_length(draw(0), model.turns, 1)):
+            if turn:
+                size = draw_length(draw(turn, 1), model.message_length, self.config.token_unit)
+                is_over = len(versions) + size >= sampling.max_tokens
+                if is_over:
+                    break
+                versions += [-1] * size
+                new_ids = prompt.token_ids[:1] * size
+            num_left = sampling.max_tokens - len(versions)
             sampled = await sampler.sample(
-                added,
-                session=request_id,
-                seed=hash((seed, turn)),
-                max_tokens=sampling.max_tokens - len(versions),
+                new_ids, session=request_id, seed=hash((seed, turn)), max_tokens=num_left
             )
             versions += sampled.weight_versions
-            tool_s = log_normal(draw(turn, 0), median=model.tool_s.median, sigma=model.tool_s.sigma)
-            await asyncio.sleep(tool_s)
-            size = draw_length(draw(turn, 1), model.message_length, unit)
-            is_over = len(versions) + size >= sampling.max_tokens
-            if turn == num_turns or is_over:
-                break
-            versions += [-1] * size
-            added = prompt.token_ids[:1] * size
+            await asyncio.sleep(log_normal(draw(turn, 2), **vars(model.tool_s)))
         prompt_index, _, index = request_id.partition("/")
-        return self._make_completion(
-            request_id, prompt, sample_name(int(prompt_index), int(index)), np.array(versions)
-        )
-
-    def _make_completion(
-        self, request_id: str, prompt: Prompt, name: int, versions: NDArray[np.int64]
-    ) -> Completion:
+        name = sample_name(int(prompt_index), int(index))
+        is_sampled = np.array(versions) >= 0
         return Completion(
             request_id=request_id,
             index=0,
-            token_ids=np.full(versions.shape, name),
-            log_probs=np.where(versions < 0, 0.0, -1.0).astype(np.float32),
-            weight_versions=versions.astype(np.int32),
-            mask=versions >= 0,
+            token_ids=np.full(len(versions), name),
+            log_probs=-is_sampled.astype(np.float32),
+            weight_versions=np.array(versions, np.int32),
+            mask=is_sampled,
             finish_reason="stop",
             prompt_ids=np.array(prompt.token_ids),
             turns=(str(name),),
-            end="done",
+            end="length" if is_over else "done",
         )
 
 
@@ -90,17 +81,20 @@ def fit_sessions(folder: Path) -> Mapping[str, Any]:
     start_s: list[float] = []
     for path in sorted(folder.glob("*.jsonl")):
         for record in read_jsonl(path):
-            if "duration_s" not in record:
-                continue
             sampled = [node for node in record["nodes"] if "end_s" in node]
-            messages = [node for node in record["nodes"] if "end_s" not in node]
+            if not sampled:
+                continue
             turns.append(len(sampled))
-            starts = [*(node["start_s"] for node in sampled), record["duration_s"]]
-            start_s.append(starts[0])
-            for node, next_s in zip(sampled, starts[1:], strict=True):
+            start_s.append(sampled[0]["start_s"])
+            next_s = [node["start_s"] for node in sampled[1:]] + [record["duration_s"]]
+            for node, later_s in zip(sampled, next_s, strict=True):
                 turn_lengths.append(len(node["token_ids"]))
-                tool_s.append(max(0.0, next_s - node["end_s"]))
-            message_lengths += [len(node["token_ids"]) for node in messages if node["parent"] >= 0]
+                tool_s.append(max(0.0, later_s - node["end_s"]))
+            message_lengths += [
+                len(node["token_ids"])
+                for node in record["nodes"]
+                if node["parent"] >= 0 and "end_s" not in node
+            ]
     if not turns:
         raise UserError(
             f"{folder} has no sessions with times; expected those of a run with an agent"
