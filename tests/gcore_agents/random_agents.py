@@ -73,16 +73,8 @@ class RandomPolicy:
     prompts: list[list[int]] = field(default_factory=list[list[int]])
     turns: list[SampledTurn] = field(default_factory=list[SampledTurn])
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        session: str,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-    ) -> SampledTokens:
-        del session, seed, max_tokens, stop
+    async def sample(self, prompt_ids: Sequence[int], **options: Any) -> SampledTokens:
+        del options
         turn = self.chance.choice(self.pool)
         self.prompts.append(list(prompt_ids))
         self.turns.append(turn)

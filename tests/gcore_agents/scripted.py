@@ -66,7 +66,9 @@ class ScriptedSampler:
         seed: int,
         max_tokens: int,
         stop: Sequence[str] = (),
+        **images: Any,
     ) -> SampledTokens:
+        assert not images
         text = self.texts[min(len(self.prompts), len(self.texts) - 1)]
         self.sessions.append(session)
         self.prompts.append(list(prompt_ids))

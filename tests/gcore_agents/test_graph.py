@@ -178,12 +178,11 @@ class Script:
         self,
         prompt_ids: Sequence[int],
         *,
-        session: str,
         seed: int,
         max_tokens: int,
-        stop: Sequence[str] = (),
+        **options: Any,
     ) -> SampledTokens:
-        del session, stop
+        del options
         self.prompts.append(self.encoder.turn_text(prompt_ids, is_ended=False))
         self.max_tokens.append(max_tokens)
         self.seeds.append(seed)

@@ -21,6 +21,8 @@ from gcore_agents import (
     ChatCall,
     ChatEncoder,
     MessageError,
+    Opening,
+    Reply,
     SampledTokens,
     ServerSampler,
     Session,
@@ -29,6 +31,7 @@ from gcore_agents import (
     choose_trained,
     collect_tokens,
     restore_session,
+    run_episode,
 )
 from gcore_agents.calls import ChatReply
 from gcore_agents.chat.images import join_parts
@@ -76,14 +79,11 @@ class SeeingSampler:
         self,
         prompt_ids: Sequence[int],
         *,
-        session: str,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[str] = (),
         images: Sequence[bytes] = (),
         image_starts: Sequence[int] = (),
+        **options: Any,
     ) -> SampledTokens:
-        del session, seed, max_tokens, stop
+        del options
         text = self.texts[min(len(self.prompts), len(self.texts) - 1)]
         self.prompts.append(list(prompt_ids))
         self.images.append(list(images))
@@ -120,7 +120,7 @@ class Vision:
         """Return what transformers makes of a whole conversation."""
         decoded: list[dict[str, Any]] = []
         for message in messages:
-            content = message["content"]
+            content: Any = message["content"]
             if isinstance(content, str):
                 content = [{"type": "text", "text": content}]
             parts: list[Any] = []
@@ -427,3 +427,22 @@ def test_images_without_bytes_or_a_template_are_refused(vision: Vision) -> None:
     encoder = vision.make_session(template=blind).encoder
     with pytest.raises(MessageError, match="a prompt has 1 images; expected 0"):
         encoder.first([user(WIDE)])
+
+
+class Gallery:
+    """Shows a picture, and another after the first answer."""
+
+    async def reset(self) -> Opening:
+        return Opening(messages=[user(WIDE, "What?")])
+
+    async def step(self, completion: str) -> Reply:
+        del completion
+        return Reply(messages=[user(SMALL, "And?")], done=False)
+
+
+async def test_an_environment_shows_pictures(vision: Vision) -> None:
+    session = vision.make_session()
+    session.budget = SessionBudget(max_tokens=1000, max_calls=2)
+    sampler: Any = session.sampler
+    await run_episode(session, Gallery(), timeout_s=10)
+    assert sampler.images == [[WIDE], [WIDE, SMALL]]

@@ -178,6 +178,7 @@ def test_episodes_share_no_part_of_an_image() -> None:
         assert group.prompt_ids.size == size
         for response in group.responses:
             assert response.images is not None
+            assert response.images.starts is not None
             tokens = [*group.prompt_ids, *response.token_ids]
             assert tokens[response.images.starts[0]] == IMAGE
     restored = Group.from_state(group.state())

@@ -109,18 +109,15 @@ class Images:
         return int(np.searchsorted(self.starts, num_tokens))
 
     @cached_property
-    def patch_ends(self) -> NDArray[np.int64]:
-        """[images] where the patches of each image end."""
-        return self.grid_thw.prod(1).cumsum()
+    def patches(self) -> list[NDArray[np.float32]]:
+        """[patches, features] of each image."""
+        return np.split(self.pixel_values, self.grid_thw.prod(1).cumsum()[:-1])
 
     @cached_property
     def digests(self) -> list[bytes]:
         """For each image, equal for equal ones."""
-        digests: list[bytes] = []
-        patches = np.split(self.pixel_values, self.patch_ends[:-1])
-        for grid, pixels in zip(self.grid_thw, patches, strict=True):
-            digests.append(blake2b(grid.tobytes() + pixels.tobytes(), digest_size=16).digest())
-        return digests
+        pairs = zip(self.grid_thw, self.patches, strict=True)
+        return [blake2b(grid.tobytes() + p.tobytes(), digest_size=16).digest() for grid, p in pairs]
 
 
 @dataclass(kw_only=True, eq=False)

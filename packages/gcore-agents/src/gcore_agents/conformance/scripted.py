@@ -130,13 +130,12 @@ class ScriptedEngine:
         self,
         prompt_ids: Sequence[int],
         *,
-        session: str,
-        seed: int,
         max_tokens: int,
         stop: Sequence[str] = (),
+        **options: Any,
     ) -> SampledTokens:
         """Give the next turn, up to a stop string or its most tokens."""
-        del session, seed
+        del options
         turn = list(self.turns[min(len(self.calls), len(self.turns) - 1)])
         length = self._find_stop(turn, stop)
         finish_reason = "stop" if length <= max_tokens else "length"

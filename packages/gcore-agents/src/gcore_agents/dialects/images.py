@@ -1,7 +1,6 @@
 """Images in the bodies of calls: base64 within limits, and nothing that would have to be fetched."""
 
 import base64
-import binascii
 
 from gcore_agents.chat.images import ImageProcessor, digest_image
 from gcore_agents.dialects.fields import JsonFields
@@ -12,13 +11,9 @@ MAX_IMAGE_BYTES = 16 << 20
 """Longest image file."""
 MAX_PIXELS = 1 << 24
 """Most pixels of an image, which is not decoded if it says that it has more."""
-_SIGNATURES = {
-    "image/png": (b"\x89PNG\r\n\x1a\n",),
-    "image/jpeg": (b"\xff\xd8\xff",),
-    "image/gif": (b"GIF87a", b"GIF89a"),
-    "image/webp": (b"RIFF",),
-}
-"""First bytes of files by their media type: no other decoder gets to see bytes of an agent."""
+_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+"""First bytes of files of these types: no other decoder gets to see bytes of an agent."""
 
 
 class ImageReader:
@@ -43,25 +38,25 @@ class ImageReader:
         media_type, mark, data = rest.partition(";base64,")
         if scheme != "data" or not mark:
             fields.fail(field, "data:image/png;base64,...: nothing is fetched")
-        return self._decode(fields, field, media_type, data)
+        return self._decode(fields, field, media_type, data, field)
 
     def read_base64(self, fields: JsonFields, field: str, type_field: str) -> bytes:
         """Return the image file in a field, with its media type in another."""
         media_type = fields.require_text(type_field)
-        if media_type not in _SIGNATURES:
-            fields.fail(type_field, " or ".join(_SIGNATURES))
-        return self._decode(fields, field, media_type, fields.require_text(field))
+        return self._decode(fields, field, media_type, fields.require_text(field), type_field)
 
-    def _decode(self, fields: JsonFields, field: str, media_type: str, data: str) -> bytes:
-        if media_type not in _SIGNATURES:
-            fields.fail(field, " or ".join(_SIGNATURES))
-        if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+    def _decode(
+        self, fields: JsonFields, field: str, media_type: str, data: str, type_field: str
+    ) -> bytes:
+        if media_type not in _TYPES:
+            fields.fail(type_field, " or ".join(_TYPES))
+        if len(data) * 3 // 4 > MAX_IMAGE_BYTES:
             fields.fail(field, f"an image of up to {MAX_IMAGE_BYTES >> 20} MiB")
         try:
             image = base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError):
+        except ValueError:
             fields.fail(field, "base64")
-        if not any(image.startswith(start) for starts in _SIGNATURES.values() for start in starts):
+        if not image.startswith(_SIGNATURES):
             fields.fail(field, f"a file of the type {media_type}")
         digest = digest_image(image)
         if digest not in self._checked:

@@ -60,9 +60,9 @@ class Vision:
             num_prompt = sample.prompt_ids.size
             prompt_places = np.arange(last - num_prompt, last) + 1
             row_places = np.concatenate([prompt_places, response_places])
-            is_image = self._find_images(sample, images)
+            starts, is_image = self._find_images(sample, images)
             is_input = row_places >= 0
-            positions_3N = self._positions(sample, images, is_image)
+            positions_3N = self._positions(sample, images, starts, is_image)
             positions_3T[:, row_places[is_input]] = positions_3N[:, is_input]
             first = 0
             if last in prompts:
@@ -70,8 +70,7 @@ class Vision:
                 first = images.count_before(num_prompt)
                 is_image[:num_prompt] = False
             prompts.add(last)
-            num_patches = int(images.patch_ends[first - 1]) if first else 0
-            pixel_values.append(images.pixel_values[num_patches:])
+            pixel_values += images.patches[first:]
             grids.append(images.grid_thw[first:])
             patch_index.append(row_places[is_image])
         device = self._model.device
@@ -97,31 +96,38 @@ class Vision:
         features_1MD = torch.cat(features)[None].to(embeddings_1TD.dtype)
         return embeddings_1TD.index_copy(1, images.patch_index, features_1MD)
 
-    def _find_images(self, sample: Sample, images: Images) -> NDArray[np.bool_]:
-        """Return [P + R] which tokens of prompt and response stand for patches; the policy's image tokens are text."""
+    def _find_images(
+        self, sample: Sample, images: Images
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return where images start in prompt and response, and [P + R] which tokens stand for their patches.
+
+        An image token that the policy wrote is text.
+        """
         is_image = np.concatenate([sample.prompt_ids, sample.response_ids]) == self._image_token_id
         if images.starts is None:
             is_image[sample.prompt_ids.size :] = False
-        starts, stops = (
-            np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2).T
-        )
+        edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False))
+        runs = dict(zip(edges[::2].tolist(), np.diff(edges)[::2].tolist(), strict=True))
         if images.starts is not None:
-            is_kept = np.isin(starts, images.starts)
-            starts, stops = starts[is_kept], stops[is_kept]
-        runs = (stops - starts).tolist()
+            runs = {start: runs.get(start, 0) for start in images.starts.tolist()}
         needed = (images.grid_thw.prod(1) // self._merge**2).tolist()
-        if runs != needed:
+        lengths = [*runs.values()]
+        if lengths != needed:
             raise BatchError(
-                f"a sample has runs of {runs} image tokens ({self._image_token_id}), and images of {needed} merged "
+                f"a sample has runs of {lengths} image tokens ({self._image_token_id}), and images of {needed} merged "
                 "patches; expected one run for each image, of as many tokens"
             )
         is_image[:] = False
-        for start, stop in zip(starts, stops, strict=True):
-            is_image[start:stop] = True
-        return is_image
+        for start, length in runs.items():
+            is_image[start : start + length] = True
+        return np.array([*runs]), is_image
 
     def _positions(
-        self, sample: Sample, images: Images, is_image: NDArray[np.bool_]
+        self,
+        sample: Sample,
+        images: Images,
+        starts: NDArray[np.int64],
+        is_image: NDArray[np.bool_],
     ) -> NDArray[np.int64]:
         """Return positions [3, P + R] of prompt and response, each after those of the token that it follows.
 
@@ -132,16 +138,13 @@ class Vision:
         spans = [(-num_prompt, 0, -2), *cut_at_forks(sample.response_ids.size, sample.forks)]
         positions_3N = np.empty((3, tokens.size), np.int64)
         next_positions = {-2: 0}
-        first = 0
         for start, stop, parent in spans:
             span = slice(start + num_prompt, stop + num_prompt)
             if stop < sample.response_ids.size and is_image[span.stop - 1 : span.stop + 1].all():
                 raise BatchError(
                     f"an image is cut at response token {stop}; expected it on one side of prompt and forks"
                 )
-            num_images = np.count_nonzero(np.diff(is_image[span], prepend=False) & is_image[span])
-            grid_thw = images.grid_thw[first : first + num_images]
-            first += num_images
+            grid_thw = images.grid_thw[(span.start <= starts) & (starts < span.stop)]
             positions, offset = self._model.base_model.get_rope_index(
                 torch.from_numpy(tokens[span])[None],
                 mm_token_type_ids=torch.from_numpy(is_image[span].astype(np.int64))[None],
