@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.chat.tool_calls import count_common

@@ -102,12 +102,6 @@ class PackedBatch:
         """Lengths of the segments, with their padding."""
         return np.array([s.length for s in self.segments])
 
-    @property
-    def sequence_starts(self) -> NDArray[np.int64]:
-        """[T] place of the first token that each token sees."""
-        starts = [segment.path[0].start for segment in self.segments]
-        return np.repeat(starts, self.segment_lengths)
-
     @cached_property
     def sequences(self) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
         """The sequences of the row, each with a copy of what it shares, in rectangles of similar lengths.
