@@ -76,7 +76,7 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     """Most responses generated at once, by each replica."""
     partial_rollout: bool = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
-    step, under its weights: no step waits for the longest responses. Agents go on, and wait for their model."""
+    step, under its weights: no step waits for the longest responses. Agents continue to work."""
     tail_batching: bool = False
     """Defer prompts with a long response to a few long steps, each of a whole batch of them; all others are short, and
     sample some more prompts than they need. Every prompt is trained on once, by samples of the present weights."""

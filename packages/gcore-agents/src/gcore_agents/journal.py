@@ -34,7 +34,7 @@ class SessionJournal:
     Args:
         folder: of the run; made with the first session.
         num_steps: before the last one, whose sessions are kept: those between two checkpoints.
-        max_age: steps for which a session may go on, or wait for others of its group.
+        max_age: steps for which a session may last, or wait for others of its group.
 
     Example:
         >>> journal = SessionJournal(Path("sessions"), num_steps=25)

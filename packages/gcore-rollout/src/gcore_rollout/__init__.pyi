@@ -89,6 +89,7 @@ from .engines.vllm.process import (
     TiedHeadWorker as TiedHeadWorker,
 )
 from .episodes import (
+    EpisodeRole as EpisodeRole,
     RunningEpisodes as RunningEpisodes,
 )
 from .errors import (
@@ -104,7 +105,6 @@ from .errors import (
     WrongWeightsError as WrongWeightsError,
 )
 from .generation import (
-    EpisodeRole as EpisodeRole,
     Generation as Generation,
     GroupComparison as GroupComparison,
     RolloutRoles as RolloutRoles,

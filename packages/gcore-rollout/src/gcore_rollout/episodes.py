@@ -1,13 +1,45 @@
-"""Episodes that may take longer than the call that started them, and an engine that can hold their requests back."""
+"""Episodes: what plays them, and those that take longer than the call which started them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from gcore_rollout.engines.protocol import Completion, Engine, Request
+from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
+from gcore_rollout.prompts import Prompt
+from gcore_rollout.rewards.reward import FailureLog
+from gcore_rollout.rewards.runner import OnError
 
 _ABORT_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRole:
+    """Makes responses of several turns, in which an environment or an agent takes part.
+
+    Example:
+        >>> async def play(policy, prompt, request_id, sampling, seed):
+        ...     request = Request(request_id=request_id, prompt_token_ids=prompt.token_ids, sampling=sampling)
+        ...     [completion] = [c async for c in policy.generate([request])]
+        ...     return replace(completion, turns=("a turn",))
+        >>> EpisodeRole(play=play, on_error="drop").failures.drain()
+        (0, [])
+    """
+
+    play: Callable[[Engine, Prompt, str, SamplingParams, int], Coroutine[Any, Any, Completion]]
+    """Plays an episode of a prompt's row, under a request id and with a seed: ``max_tokens`` bounds all of it. An
+    `EpisodeError` if the episode fails."""
+    on_error: OnError
+    """Reaction to an episode that fails."""
+    is_scored: bool = False
+    """Whether the reward has scored the turns; otherwise it scores the last one."""
+    failures: FailureLog = field(default_factory=FailureLog)
+    """Failures of episodes, with ``on_error`` "drop"."""
+    record_weights: Callable[[int, int], None] | None = None
+    """Records, given a step and a version, that the policy's engine has given this version to the step's weights."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Frees what episodes share, when there are no more of them."""
 
 
 class RunningEpisodes:

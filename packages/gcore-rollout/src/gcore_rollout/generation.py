@@ -4,7 +4,7 @@ import asyncio
 from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
-from gcore_rollout.episodes import RunningEpisodes
+from gcore_rollout.episodes import EpisodeRole, RunningEpisodes
 from gcore_rollout.errors import EpisodeError, RewardError
 from gcore_rollout.groups import (
     Group,
@@ -23,7 +23,7 @@ from gcore_rollout.groups import (
 )
 from gcore_rollout.prompts import Prompt
 from gcore_rollout.rewards.reward import FailureLog, Scored
-from gcore_rollout.rewards.runner import OnError, RewardRunner
+from gcore_rollout.rewards.runner import RewardRunner
 
 _INDEX = attrgetter("index")
 """Returns the index of a response, by which a group keeps them sorted."""
@@ -77,34 +77,6 @@ class GroupComparison:
             parts = {**response.parts, **comparison.as_parts("model")}
             responses.append(replace(response, score=score, parts=parts))
         return replace(group, responses=responses)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeRole:
-    """Makes responses of several turns, in which an environment or an agent takes part.
-
-    Example:
-        >>> async def play(policy, prompt, request_id, sampling, seed):
-        ...     request = Request(request_id=request_id, prompt_token_ids=prompt.token_ids, sampling=sampling)
-        ...     [completion] = [c async for c in policy.generate([request])]
-        ...     return replace(completion, turns=("a turn",))
-        >>> EpisodeRole(play=play, on_error="drop").failures.drain()
-        (0, [])
-    """
-
-    play: Callable[[Engine, Prompt, str, SamplingParams, int], Coroutine[Any, Any, Completion]]
-    """Plays an episode of a prompt's row, under a request id and with a seed: ``max_tokens`` bounds all of it. An
-    `EpisodeError` if the episode fails."""
-    on_error: OnError
-    """Reaction to an episode that fails."""
-    is_scored: bool = False
-    """Whether the reward has scored the turns; otherwise it scores the last one."""
-    failures: FailureLog = field(default_factory=FailureLog)
-    """Failures of episodes, with ``on_error`` "drop"."""
-    record_weights: Callable[[int, int], None] | None = None
-    """Records, given a step and a version, that the policy's engine has given this version to the step's weights."""
-    close: Callable[[], Awaitable[None]] | None = None
-    """Frees what episodes share, when there are no more of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,8 +109,8 @@ def start_trainer(
     """Load the models in training, in this process or on ranks in local processes."""
     # The calls of agents are answered in this process, also while it trains.
     rollout = config.rollout
-    goes_on = rollout.partial_rollout or config.trainer.schedule != "sync"
-    is_asked = rollout.has_several_turns and goes_on
+    continues = rollout.partial_rollout or config.trainer.schedule != "sync"
+    is_asked = rollout.has_several_turns and continues
     return start_ranks(
         LLMTrainerWorker, config, config.trainer, model, checkpoints, in_thread=is_asked
     )

@@ -304,7 +304,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
 
     async def close(self) -> None:
-        """End what goes on between two waves, at the end of the run."""
+        """End work that continues between two waves, at the end of the run."""
 
     def longest(self, group: GroupT) -> int:
         """Return the length of a group's longest sample; needed only with tail batching, as `Wave.max_length` is."""
