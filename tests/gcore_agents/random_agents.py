@@ -8,16 +8,9 @@ from typing import Any
 
 from template_cases import WITHOUT_TOOLS, make_tokenizer, make_tool, write_turn
 
-from gcore_agents import (
-    CallError,
-    ChatCall,
-    ChatEncoder,
-    MessageNode,
-    SampledTokens,
-    Session,
-    SessionBudget,
-    SessionTokens,
-)
+from gcore_agents import CallError, ChatCall, ChatEncoder, SampledTokens, Session, SessionBudget
+from gcore_agents.graph import MessageNode
+from gcore_agents.rows import SessionTokens
 
 TOOL = make_tool("add")
 WORDS = ("yes", "no", "Well, so:", "1 + 1 = 2", "  spaced  ", "{braces}", "<b>", "two\n\nlines")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from scripted import make_session
 
-from gcore_agents import CallError, ChatCall, ChatReply
+from gcore_agents import CallError, ChatCall
+from gcore_agents.calls import ChatReply
 from gcore_agents.dialects.anthropic import AnthropicDialect
 from gcore_agents.dialects.chat_completions import ChatCompletionsDialect
 from gcore_agents.dialects.completions import CompletionsDialect

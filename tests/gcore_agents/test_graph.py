@@ -13,9 +13,7 @@ from gcore_agents import (
     CallError,
     ChatCall,
     ChatEncoder,
-    ChatReply,
     MessageGraph,
-    MessageNode,
     SampledTokens,
     Session,
     SessionBudget,
@@ -23,7 +21,8 @@ from gcore_agents import (
     choose_trained,
     collect_tokens,
 )
-from gcore_agents.graph import has_equal_reasoning, message_key
+from gcore_agents.calls import ChatReply
+from gcore_agents.graph import MessageNode, has_equal_reasoning, message_key
 
 NUM_CONVERSATIONS = 10_000
 

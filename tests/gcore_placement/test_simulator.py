@@ -16,7 +16,6 @@ from gcore_placement import (
     PlacementError,
     RoleLimits,
     Simulator,
-    StrategyRun,
     SwapCosts,
     Trace,
     TraceRecipe,
@@ -26,7 +25,7 @@ from gcore_placement import (
 )
 from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
-from gcore_placement.simulation.simulator import SimulatedStep, wave_loads
+from gcore_placement.simulation.simulator import SimulatedStep, StrategyRun, wave_loads
 from gcore_placement.simulation.waves import simulate_waves
 from gcore_placement.strategies import PLANNED, STRATEGIES, StrategyTraits
 from gcore_placement.workload.traces import steady

@@ -29,7 +29,7 @@ from gcore_bench.harness.report import (
     at_least,
     format_figure,
 )
-from gcore_runs import multiple_of
+from gcore_runs.settings.checks import multiple_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from gcore_ckpt import Checkpointer
 from gcore_diffusion.sampling.grids import MAX_SHEETS, draw_pictures, write_sheets
 from gcore_diffusion.sampling.image_sampling import ImageEvaluation
 from gcore_diffusion.training import KINDS
-from gcore_runs import render_report
 from gcore_runs.report import gallery
+from gcore_runs.report.page import render_report
 
 REWARDS = """
 def red(images, prompts, rows):

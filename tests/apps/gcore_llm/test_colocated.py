@@ -8,7 +8,7 @@ from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_
 
 from gcore_ckpt import Checkpointer, load
 from gcore_placement import Ledger, read_spans
-from gcore_runs import count_parameters
+from gcore_runs.inputs import count_parameters
 
 CHECKPOINTED = "gradient checkpointing of {} of the layers, as few as fit (actor.enable_gradient_checkpointing auto)"
 JUDGE = ["--reward-model.kind", "judge", "--reward-model.judge.max-response-length", "4"]

@@ -21,7 +21,8 @@ from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.sections import DataConfig, TrainerConfig
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Prompt, PromptImages
-from gcore_runs import RowSource, UserError, inputs, open_rows
+from gcore_runs import UserError, inputs, open_rows
+from gcore_runs.data.rows import RowSource
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -21,8 +21,9 @@ from gcore_llm.recipes.shapes import shape_folder
 from gcore_llm.sections import ActorConfig, ActorOptimConfig
 from gcore_llm.training import train
 from gcore_placement import Device
-from gcore_runs import UserError, available_host_bytes, count_parameters, resolve
-from gcore_runs.host_memory import host_memory
+from gcore_runs import UserError, resolve
+from gcore_runs.host_memory import available_host_bytes, host_memory
+from gcore_runs.inputs import count_parameters
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
 from gcore_trainer import KLControlConfig, Sample, TrainerError

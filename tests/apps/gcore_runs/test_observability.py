@@ -42,11 +42,11 @@ from gcore_llm.report import KINDS
 from gcore_llm.sampling import start_policy
 from gcore_rollout import EngineReplicas, FailureLog, Request, SamplingParams
 from gcore_rollout.rewards.reward import warn_of_slow_call
-from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError
 from gcore_runs.logs import announce_slow_calls, log_to, merged_lines, one_line, printable
 from gcore_runs.loop.recorder import Display, shown_cells
+from gcore_runs.report.page import render_report
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.trackers.prometheus import PrometheusExporter
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from gcore_llm.report import KINDS
-from gcore_runs import read_jsonl, render_report
+from gcore_runs import read_jsonl
 from gcore_runs.loop.best import exported_evaluation
+from gcore_runs.report.page import render_report
 
 CONFIG = '[data]\ntask = "chain_sum"\n\n[trainer]\ntotal_training_steps = 40\n'
 HOSTILE = "</pre><script>alert('x')</script>"

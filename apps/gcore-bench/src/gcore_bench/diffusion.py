@@ -31,8 +31,9 @@ from gcore_bench.harness.report import (
 )
 from gcore_diffusion.config import DemoConfig, embedded
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_runs import Bound, multiple_of
+from gcore_runs import Bound
 from gcore_runs.loop.recorder import STAGES
+from gcore_runs.settings.checks import multiple_of
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ from gcore_bench.harness.report import (
     plain,
 )
 from gcore_placement import micro_batches
-from gcore_runs import multiple_of
+from gcore_runs.settings.checks import multiple_of
 from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from gcore_diffusion.config import (
 )
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_runs import (
-    EXISTING_FOLDER,
     Amount,
     Bound,
     Checked,
@@ -32,6 +31,7 @@ from gcore_runs import (
     run_command,
     run_training,
 )
+from gcore_runs.settings.checks import EXISTING_FOLDER
 
 if TYPE_CHECKING:
     from gcore_runs import Kind

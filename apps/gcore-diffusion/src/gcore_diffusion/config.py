@@ -8,9 +8,7 @@ import tyro
 
 from gcore_diffusion.reward_config import DEMO_REWARDS, DiffusionJudgeConfig, RewardConfig
 from gcore_runs import (
-    ABOVE_0,
     BEST_SETTINGS,
-    IS_TRUE,
     AdapterSettings,
     Amount,
     BaseAlgorithmConfig,
@@ -22,7 +20,6 @@ from gcore_runs import (
     Checked,
     Count,
     FractionAbove0,
-    FractionBelow1,
     NonNegative,
     Positive,
     ReadWith,
@@ -33,6 +30,7 @@ from gcore_runs import (
     one_of,
     schedule_settings,
 )
+from gcore_runs.settings.checks import ABOVE_0, IS_TRUE, FractionBelow1
 from gcore_runs.simulation.config import BaseSimConfig, EngineModel
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
 

@@ -7,7 +7,6 @@ from .config import (
 from .finetune.config import (
     DPORunConfig as DPORunConfig,
     LengthConfig as LengthConfig,
-    OptimConfig as OptimConfig,
     RewardModelRunConfig as RewardModelRunConfig,
     RowsConfig as RowsConfig,
     SFTRunConfig as SFTRunConfig,
@@ -16,11 +15,7 @@ from .finetune.run import fine_tune as fine_tune
 from .sections import (
     ActorConfig as ActorConfig,
     ActorOptimConfig as ActorOptimConfig,
-    CriticConfig as CriticConfig,
     DataConfig as DataConfig,
-    JudgeConfig as JudgeConfig,
-    RewardCallsConfig as RewardCallsConfig,
-    RewardModelConfig as RewardModelConfig,
     TaskConfig as TaskConfig,
     TrainerConfig as TrainerConfig,
     WarmupConfig as WarmupConfig,

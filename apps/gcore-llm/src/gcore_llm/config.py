@@ -23,10 +23,7 @@ from gcore_llm.sections import (
 )
 from gcore_rollout import reward_names
 from gcore_runs import (
-    ABOVE_0,
-    BACKEND_SETTINGS,
     BEST_SETTINGS,
-    IS_TRUE,
     Amount,
     BaseAlgorithmConfig,
     BaseRLConfig,
@@ -42,8 +39,8 @@ from gcore_runs import (
     one_of,
     schedule_settings,
 )
-from gcore_runs.settings.checks import IS_SET, override
-from gcore_runs.settings.sections import EngineConfig
+from gcore_runs.settings.checks import ABOVE_0, IS_SET, IS_TRUE, override
+from gcore_runs.settings.sections import BACKEND_SETTINGS, EngineConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,

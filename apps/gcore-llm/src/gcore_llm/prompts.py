@@ -26,7 +26,6 @@ from gcore_rollout import (
     RolloutError,
 )
 from gcore_runs import (
-    RowSource,
     UserError,
     columns,
     image_sources,
@@ -35,6 +34,7 @@ from gcore_runs import (
     model_folder,
     open_rows,
 )
+from gcore_runs.data.rows import RowSource
 from gcore_runs.inputs import held_out_places
 
 _IMAGE_MARK = "<image>"

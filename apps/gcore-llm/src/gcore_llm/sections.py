@@ -19,13 +19,12 @@ from gcore_runs import (
     Fraction,
     NonNegative,
     Positive,
-    RanksConfig,
     RLTrainerConfig,
     UserError,
     above,
     at_least,
 )
-from gcore_runs.settings.sections import EngineConfig, JudgeOptions
+from gcore_runs.settings.sections import EngineConfig, JudgeOptions, RanksConfig
 from gcore_trainer import (
     LossAggMode,
     PolicyLossConfig,

@@ -5,17 +5,14 @@ from .command_line import (
     run_command as run_command,
     run_training as run_training,
 )
-from .data.rows import RowSource as RowSource
 from .errors import UserError as UserError
 from .host_memory import (
-    available_host_bytes as available_host_bytes,
     keep_free_memory as keep_free_memory,
 )
 from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,
     columns as columns,
-    count_parameters as count_parameters,
     eos_token_ids as eos_token_ids,
     hold_out as hold_out,
     image_sources as image_sources,
@@ -39,34 +36,26 @@ from .loop.supervisor import (
     Supervisor as Supervisor,
     start_inline_backend as start_inline_backend,
 )
-from .report.page import render_report as render_report
 from .report.run import Kind as Kind
 from .run_folder import (
     RunFolder as RunFolder,
-    append_json as append_json,
     json_object as json_object,
     read_jsonl as read_jsonl,
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
 from .settings.checks import (
-    ABOVE_0 as ABOVE_0,
-    EXISTING_FOLDER as EXISTING_FOLDER,
-    IS_TRUE as IS_TRUE,
     Amount as Amount,
     Bound as Bound,
     Checked as Checked,
     Count as Count,
     Fraction as Fraction,
     FractionAbove0 as FractionAbove0,
-    FractionBelow1 as FractionBelow1,
     NonNegative as NonNegative,
     Positive as Positive,
     ReadWith as ReadWith,
     above as above,
     at_least as at_least,
-    convert_value as convert_value,
-    multiple_of as multiple_of,
     one_of as one_of,
 )
 from .settings.parsing import (
@@ -78,7 +67,6 @@ from .settings.parsing import (
     to_toml as to_toml,
 )
 from .settings.resources import (
-    is_hub_model as is_hub_model,
     resolve as resolve,
     with_adapter as with_adapter,
 )
@@ -87,14 +75,12 @@ from .settings.run_config import (
     BaseRunConfig as BaseRunConfig,
 )
 from .settings.sections import (
-    BACKEND_SETTINGS as BACKEND_SETTINGS,
     BEST_SETTINGS as BEST_SETTINGS,
     AdapterSettings as AdapterSettings,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseDataConfig as BaseDataConfig,
     BaseOptimConfig as BaseOptimConfig,
     BaseRolloutConfig as BaseRolloutConfig,
-    RanksConfig as RanksConfig,
     RLTrainerConfig as RLTrainerConfig,
     adapter_settings as adapter_settings,
     schedule_settings as schedule_settings,

@@ -1,6 +1,5 @@
 from .calls import (
     ChatCall as ChatCall,
-    ChatReply as ChatReply,
 )
 from .chat.encoder import ChatEncoder as ChatEncoder
 from .chat.messages import (
@@ -10,7 +9,6 @@ from .chat.messages import (
     render_chat as render_chat,
 )
 from .chat.probe import (
-    TemplateFacts as TemplateFacts,
     check_template as check_template,
 )
 from .environments.environment import (
@@ -31,7 +29,6 @@ from .errors import (
 )
 from .graph import (
     MessageGraph as MessageGraph,
-    MessageNode as MessageNode,
 )
 from .journal import (
     SessionJournal as SessionJournal,
@@ -45,7 +42,6 @@ from .launch import (
     run_function as run_function,
 )
 from .rows import (
-    SessionTokens as SessionTokens,
     choose_trained as choose_trained,
     collect_tokens as collect_tokens,
 )

@@ -67,7 +67,6 @@ from .simulation.live import (
 from .simulation.simulator import (
     Comparison as Comparison,
     Simulator as Simulator,
-    StrategyRun as StrategyRun,
     compare as compare,
 )
 from .strategies import STRATEGIES as STRATEGIES, Strategy as Strategy

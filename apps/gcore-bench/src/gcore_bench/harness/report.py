@@ -17,7 +17,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from gcore_runs import EXISTING_FOLDER, Bound, Checked
+from gcore_runs import Bound, Checked
+from gcore_runs.settings.checks import EXISTING_FOLDER
 
 Figures = dict[str, float]
 """Figures by metric."""

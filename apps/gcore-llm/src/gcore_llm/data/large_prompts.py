@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from gcore_llm.sections import DataConfig
 from gcore_rollout import Prompt
-from gcore_runs import RowSource, UserError
+from gcore_runs import UserError
 from gcore_runs.data.cache import cache_file
 from gcore_runs.data.columns import values_of
-from gcore_runs.data.rows import LazySequence
+from gcore_runs.data.rows import LazySequence, RowSource
 
 MakePrompts = Callable[[RowSource, Sequence[int]], list[Prompt]]
 """Returns the prompts of some rows, by their numbers."""

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from gcore_llm.prompts import Problem, PromptSets, load_val_files, make_prompts, val_prompts
 from gcore_llm.sections import DataConfig, TaskConfig
 from gcore_rollout import import_reasoning_gym
-from gcore_runs import UserError, convert_value, one_line
+from gcore_runs import UserError, one_line
+from gcore_runs.settings.checks import convert_value
 
 _VAL_SEED = 1_000_003
 

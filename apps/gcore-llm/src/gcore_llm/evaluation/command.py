@@ -31,11 +31,11 @@ from gcore_runs import (
     UserError,
     build_tokenizer,
     check_model,
-    is_hub_model,
     model_folder,
     print_table,
     resolve,
 )
+from gcore_runs.settings.resources import is_hub_model
 
 _MAX_TOKENS = 2048
 """Longest response of a model with the capacity for it, unless another is set."""

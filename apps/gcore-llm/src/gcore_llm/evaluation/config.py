@@ -5,16 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from gcore_llm.evaluation.sets import val_sources
-from gcore_runs import (
-    Amount,
-    Bound,
-    Checked,
-    FractionAbove0,
-    NonNegative,
-    UserError,
-    at_least,
-    convert_value,
-)
+from gcore_runs import Amount, Bound, Checked, FractionAbove0, NonNegative, UserError, at_least
+from gcore_runs.settings.checks import convert_value
 
 _SET_TYPES: dict[str, Any] = {
     "n": int,

@@ -9,14 +9,8 @@ from typing import Any
 from gcore_llm.evaluation.estimators import Answered
 from gcore_llm.evaluation.evaluate import EvaluationTask, TextEvaluation, ValSet
 from gcore_rollout import Group
-from gcore_runs import (
-    UserError,
-    append_json,
-    json_object,
-    read_jsonl,
-    write_atomically,
-    write_jsonl,
-)
+from gcore_runs import UserError, json_object, read_jsonl, write_atomically, write_jsonl
+from gcore_runs.run_folder import append_json
 
 
 class Results:

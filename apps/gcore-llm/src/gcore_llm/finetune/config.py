@@ -7,13 +7,11 @@ import tyro
 
 from gcore_llm.sections import ActorOptimConfig, AdapterConfig, ChatDataConfig, TaskConfig
 from gcore_runs import (
-    BACKEND_SETTINGS,
     Bound,
     Count,
     Fraction,
     NonNegative,
     Positive,
-    RanksConfig,
     ReadWith,
     UserError,
     adapter_settings,
@@ -22,6 +20,7 @@ from gcore_runs import (
     schedule_settings,
 )
 from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.sections import BACKEND_SETTINGS, RanksConfig
 from gcore_trainer import (
     DPOConfig,
     LRSchedulerType,

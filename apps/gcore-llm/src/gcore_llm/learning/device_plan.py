@@ -22,7 +22,9 @@ from gcore_placement import (
     engine_order,
     plan_device,
 )
-from gcore_runs import UserError, available_host_bytes, count_parameters, model_folder
+from gcore_runs import UserError, model_folder
+from gcore_runs.host_memory import available_host_bytes
+from gcore_runs.inputs import count_parameters
 from gcore_runs.simulation.forecast import model_shape
 from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
 

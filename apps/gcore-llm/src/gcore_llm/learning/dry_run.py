@@ -15,16 +15,10 @@ from gcore_llm.learning.device_plan import (
 )
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_placement import Device, DevicePlan
-from gcore_runs import (
-    UserError,
-    available_host_bytes,
-    check_model,
-    count_parameters,
-    is_hub_model,
-    model_folder,
-    print_table,
-    with_adapter,
-)
+from gcore_runs import UserError, check_model, model_folder, print_table, with_adapter
+from gcore_runs.host_memory import available_host_bytes
+from gcore_runs.inputs import count_parameters
+from gcore_runs.settings.resources import is_hub_model
 from gcore_runs.simulation.forecast import dry_run_device
 
 _STAND_IN = "H100"

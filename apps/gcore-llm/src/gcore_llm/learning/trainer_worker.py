@@ -12,8 +12,9 @@ from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTra
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
 from gcore_llm.sections import ActorOptimConfig
-from gcore_runs import BaseTrainerWorker, RanksConfig, UserError, model_folder
+from gcore_runs import BaseTrainerWorker, UserError, model_folder
 from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.sections import RanksConfig
 from gcore_trainer import MicroBatch
 
 

@@ -40,6 +40,7 @@ class Kind:
         ... )
         >>> run = RunFolder(Path("runs/small"))
         >>> write_jsonl(run.metrics, [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}])
+        >>> from gcore_runs.report.page import render_report
         >>> render_report(run.path, {"train": kind}).name
         'report.html'
     """

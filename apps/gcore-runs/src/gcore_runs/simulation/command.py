@@ -11,14 +11,10 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from gcore_runs import (
-    Checked,
-    FractionBelow1,
-    NonNegative,
-    at_least,
-)
+from gcore_runs import Checked, NonNegative, at_least
 from gcore_runs.errors import UserError
 from gcore_runs.loop.recorder import Display
+from gcore_runs.settings.checks import FractionBelow1
 from gcore_runs.settings.parsing import parse_over
 from gcore_runs.simulation.config import SimulateConfig
 
