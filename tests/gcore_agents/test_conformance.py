@@ -127,7 +127,7 @@ def keep_call(request: object, call: Any) -> Any:
 BREAKS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
     "lost token": (MessageGraph, "add_turn", lose_last_token, "two-turns"),
     "no delivery": (Session, "mark_delivered", forget_delivery, "two-turns"),
-    "retries are resamples": (gcore_agents.server, "_mark_retry", keep_call, "retry-count"),
+    "retries are resamples": (gcore_agents.server, "_read_headers", keep_call, "retry-count"),
     "reasoning is ignored": (
         gcore_agents.graph,
         "has_equal_reasoning",

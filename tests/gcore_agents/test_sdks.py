@@ -277,3 +277,20 @@ async def test_a_reply_names_its_turn(open_openai: Callable[[Session], Any]) -> 
     reply = await open_openai(session).chat.completions.create(model="any", messages=[QUESTION])
     (turn,) = session.graph.turns()
     assert reply.id == reply._request_id == turn.response_id
+
+
+async def test_agents_of_one_session_are_named_by_headers_or_by_the_url(
+    open_openai: Callable[[Session], Any], open_anthropic: Callable[[Session], Any]
+) -> None:
+    session = make_session("Yes.")
+    client = open_openai(session)
+    claude = open_anthropic(session).with_options(default_headers={"x-gcore-agent": "critic"})
+    by_url = client.with_options(base_url=str(client.base_url).replace("/v1", "/a/judge/v1"))
+    ask = {"model": "any", "messages": [QUESTION]}
+    await client.chat.completions.create(**ask, extra_headers={"x-gcore-agent": "planner"})
+    await claude.messages.create(**ask, max_tokens=100)
+    await by_url.chat.completions.create(**ask)
+    with pytest.raises(openai.BadRequestError, match="agent is 'two words'; expected a name"):
+        await client.chat.completions.create(**ask, extra_headers={"x-gcore-agent": "two words"})
+    agents = [turn.agent for turn in session.graph.turns()]
+    assert agents == ["planner", "critic", "judge"]

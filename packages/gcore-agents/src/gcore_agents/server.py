@@ -230,7 +230,7 @@ class AgentServer:
         """Answer a call; ``is_stream``: its path says that it wants a stream."""
         try:
             dialect = self._find(request).dialects[kind]
-            call = _mark_retry(request, dialect.read_call(await _read_body(request)))
+            call = _read_headers(request, dialect.read_call(await _read_body(request)))
             if call.stream or is_stream:
                 return await self._stream(request, dialect, call)
             replies = await dialect.session.respond(call)
@@ -318,7 +318,7 @@ async def _read_body(request: web.Request) -> Any:
     return parse_json(body, "body")
 
 
-def _mark_retry(request: web.Request, call: ChatCall) -> ChatCall:
+def _read_headers(request: web.Request, call: ChatCall) -> ChatCall:
     """Return a call with what its headers say about retries and, as its path may, about its agent."""
     headers = request.headers
     count = headers.get("x-stainless-retry-count", "")
