@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from gcore_controller import TrainerSpec
 from gcore_controller.runtimes import local
@@ -58,15 +59,21 @@ def test_local_ranks_have_the_gpus_in_turn(
     assert calls == [f"set {device}", f"rank {rank} joins on {device}"]
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cuda:1", "nccl"), ("cpu", "gloo")])
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        ("cuda:1", {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda:1")}),
+        ("cpu", {"backend": "gloo"}),
+    ],
+)
 def test_ranks_exchange_tensors_where_they_are(
-    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[tuple[str, int, int]] = []
+    """And objects on the host, in groups of which torch ends a collective after half an hour, not ten minutes."""
+    found: list[dict[str, Any]] = []
 
-    def init(name: str, *, store: Any, rank: int, world_size: int) -> None:
-        assert store == "store"
-        found.append((name, rank, world_size))
+    def init(**given: Any) -> None:
+        found.append(given)
 
     monkeypatch.setattr(dist, "init_process_group", init)
     places: list[str] = []
@@ -74,4 +81,7 @@ def test_ranks_exchange_tensors_where_they_are(
         spec(device, lambda place: places.append(place) or WORKER), 2, "store", device
     )
     assert (worker, replicas, places) == (WORKER, {"actor": (0, 1)}, [device])
-    assert found == [(backend, 2, 3)]
+    assert found == [{**options, "store": "store", "rank": 2, "world_size": 3}]
+    backend: Any = dist.Backend(options["backend"])
+    timeout = distributed_c10d._get_default_timeout(backend)  # pyright: ignore[reportPrivateUsage]
+    assert timeout.total_seconds() == 1800

@@ -1,12 +1,17 @@
 """What the ranks do in `test_sliced_weights.py`: models loaded whole and by slices, sharded by FSDP2."""
 
 import logging
+import sys
+import threading
+import time
+from collections import Counter
 from typing import Any
 from unittest import mock
 
 import torch
 from memory_growth import PRIVATE, growing
 from rank import Rank
+from safetensors.torch import save_file
 
 from gcore_trainer import (
     FrozenModel,
@@ -80,6 +85,41 @@ def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
         packed = PackedModel.from_pretrained(path, sharded=sharded)
         parallel.shard(packed)
     return peak[0]
+
+
+def waits_in_a_save(rank: Rank, path: str, to: str, file_bytes: int) -> dict[str, int]:
+    """How often a rank was in which function while the first one wrote files, each of which takes a second."""
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(path, sharded=True),
+        optimizer=OptimizerConfig(),
+        objective=SFTObjective(),
+        parallel=TorchParallel.join(ParallelConfig()),
+    )
+    main = threading.get_ident()
+    seen: Counter[str] = Counter()
+    has_saved = threading.Event()
+
+    def watch() -> None:
+        while not has_saved.wait(0.05):
+            frame = sys._current_frames().get(main)  # pyright: ignore[reportPrivateUsage] - public, with its underscore
+            while frame is not None:
+                seen[frame.f_code.co_name] += 1
+                frame = frame.f_back
+
+    def save_slowly(tensors: dict[str, torch.Tensor], file: Any, **options: Any) -> None:
+        time.sleep(1)
+        save_file(tensors, file, **options)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with (
+        mock.patch.object(streamed_folder, "MAX_FILE_BYTES", file_bytes),
+        mock.patch.object(streamed_folder, "save_file", save_slowly),
+    ):
+        trainer.save_pretrained(to)
+    has_saved.set()
+    watcher.join()
+    return dict(seen)
 
 
 def peak_bytes_of_export(

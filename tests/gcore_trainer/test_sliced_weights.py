@@ -218,6 +218,24 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
     torch.testing.assert_close({name: loaded[name] for name in expected}, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_ranks_wait_on_the_host_while_one_writes(
+    rank_server: RankServer, qwen2: Path, tmp_path: Path
+) -> None:
+    """NCCL would end a collective of the weights that takes too long."""
+    file_bytes = sum(file.stat().st_size for file in qwen2.glob("*.safetensors")) // 3
+    arguments = (str(qwen2), str(tmp_path), file_bytes)
+    _, other = rank_server.shared(2).run("waits_in_a_save", *arguments, size=2)
+    num_files = len(list(tmp_path.glob("model-*.safetensors")))
+    assert num_files >= 3
+    assert other.get("gather", 0) > 10 * num_files
+    assert other.get("gather_full_tensor", 0) < 5
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    torch.testing.assert_close(
+        saved, AutoModelForCausalLM.from_pretrained(qwen2).state_dict(), rtol=0, atol=0
+    )
+
+
 @pytest.mark.parametrize(
     "model_type", ["gemma3_text", "deepseek_v3", "mixtral", "gpt_oss", "phi3", "qwen3_5_text"]
 )

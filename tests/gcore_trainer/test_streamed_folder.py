@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gcore_trainer import PackedModel
 from gcore_trainer.torch import streamed_folder
+from gcore_trainer.trainer import Replicas
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,7 +37,7 @@ def test_folders_are_those_of_transformers(
     expected, folder = tmp_path / "expected", tmp_path / "streamed"
     packed.model.save_pretrained(expected)
     monkeypatch.setattr(streamed_folder, "MAX_FILE_BYTES", file_bytes)
-    packed.save_pretrained(folder, iter(packed.named_parameters().items()))
+    packed.save_pretrained(folder, iter(packed.named_parameters().items()), Replicas())
     assert json.loads((folder / "config.json").read_text()) == json.loads(
         (expected / "config.json").read_text()
     )

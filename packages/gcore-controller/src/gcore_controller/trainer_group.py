@@ -264,10 +264,12 @@ def join_ranks(
     import torch.distributed as dist
 
     torch.set_num_threads(spec.num_threads)
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    if backend == "gloo":
-        _check_interfaces()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=spec.num_ranks)
+    _check_interfaces()
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device.startswith("cuda"):
+        # Objects, and waits for a rank that writes, go over gloo: NCCL would end a run in which a wait takes long.
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device(device)}
+    dist.init_process_group(**options, store=store, rank=rank, world_size=spec.num_ranks)
     worker = spec.make_worker(device)
     return worker, {role: worker.replica(role) for role in worker.roles}
 

@@ -3,7 +3,6 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -421,13 +420,9 @@ class TorchTrainer(Trainer):
 
     def save_pretrained(self, path: str | Path) -> None:
         self._check_awake()
-        if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
-            deque(self.export_weights(), maxlen=0)
-        else:
-            weights = None
-            if self._parallel is not None or self._model.lora is not None:
-                weights = self.export_weights()
-            self._model.save_pretrained(path, weights)
+        ranks = Replicas(self._parallel and dist.group.WORLD)
+        self._model.save_pretrained(path, self.export_weights(), ranks)
+        ranks.gather(None)
 
     def _backward(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals

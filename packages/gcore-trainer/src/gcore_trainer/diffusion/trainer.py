@@ -1,7 +1,6 @@
 """The torch backend of diffusion models: in one process, or sharded over many or whole on each."""
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -292,14 +291,17 @@ class DiffusionTrainer(BaseTrainer):
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
-        if not self._is_first:
-            deque(self.export_weights(averaged=averaged), maxlen=0)
-            return
-        weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
-        policy = self._models.policy.model
-        model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
-        model.load_state_dict(model.state_dict() | weights)
-        model.save_pretrained(path)
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.export_weights(averaged=averaged):
+            if self._is_first:
+                weights[name] = tensor.cpu()
+        if self._is_first:
+            policy = self._models.policy.model
+            model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
+            model.load_state_dict(model.state_dict() | weights)
+            model.save_pretrained(path)
+        # On the host: NCCL would end a wait that takes minutes.
+        self._replicas.gather(None)
 
     def save_lora(self, path: str | Path, component: str, *, averaged: bool = False) -> None:
         """Write a folder with the adapters, which ``pipeline.load_lora_weights`` of diffusers reads.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -21,6 +21,9 @@ from transformers.models.auto.modeling_auto import (
 from gcore_trainer.errors import StateError, UnsupportedModelError
 from gcore_trainer.megatron.pieces import TensorPiece
 from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files, write_tensors
+
+if TYPE_CHECKING:
+    from gcore_trainer.trainer import Replicas
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -110,11 +113,17 @@ def write_folder(
     source: Path,
     hf_config: Any,
     weights: Iterable[tuple[str, torch.Tensor]],
+    ranks: "Replicas",
     *,
     is_classifier: bool,
 ) -> None:
-    """Write a folder that ``from_pretrained`` loads, with no more than one file's weights in memory."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a folder that ``from_pretrained`` loads, with no more than one file's weights in memory.
+
+    All ``ranks`` call it, one writes.
+    """
+    dtype = write_tensors(folder, _split_experts(weights), ranks)
+    if ranks.rank:
+        return
     hf_config = copy.deepcopy(hf_config)
     names = (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -126,7 +135,7 @@ def write_folder(
         hf_config.num_labels = 1
     if (source / "generation_config.json").exists() and source.resolve() != folder.resolve():
         shutil.copy(source / "generation_config.json", folder)
-    hf_config.dtype = write_tensors(folder, _split_experts(weights))
+    hf_config.dtype = dtype
     hf_config.save_pretrained(folder)
 
 

@@ -1,6 +1,5 @@
 """The Megatron-Core backend."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -215,15 +214,16 @@ class MegatronTrainer(Trainer):
         return self._gather(self._pieces)
 
     def save_pretrained(self, path: str | Path) -> None:
-        weights = self.export_weights()
-        if dist.get_rank() == 0:
-            hf_config = self._architecture.hf_config
-            write_folder(
-                Path(path), self._path, hf_config, weights, is_classifier=self._has_value_head
-            )
-        else:
-            deque(weights, maxlen=0)
-        dist.barrier()
+        ranks = Replicas(dist.group.WORLD)
+        write_folder(
+            Path(path),
+            self._path,
+            self._architecture.hf_config,
+            self.export_weights(),
+            ranks,
+            is_classifier=self._has_value_head,
+        )
+        ranks.gather(None)
 
     def _backward(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals

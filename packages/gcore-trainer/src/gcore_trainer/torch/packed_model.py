@@ -1,9 +1,9 @@
 """A transformers model over packed micro-batches: its attention follows the row's plan."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
 from gcore_trainer.torch.optimizer import AdamW, make_adamw
 from gcore_trainer.torch.streamed_folder import save_streamed
+
+if TYPE_CHECKING:
+    from gcore_trainer.trainer import Replicas
 
 ATTENTION_NAME = "gcore_packed"
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
@@ -267,14 +270,14 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(
-        self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None
+        self,
+        path: str | Path,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        ranks: "Replicas",
     ) -> None:
-        """Write a Hugging Face folder of full tensors, one file at a time; None: the model's own tensors."""
-        if weights is None:
-            self.model.save_pretrained(path)
-        else:
-            save_streamed(self.model, Path(path), weights)
-        if self.vision is not None:
+        """Write a Hugging Face folder of full tensors, one file at a time. All ``ranks`` call it, one writes."""
+        save_streamed(self.model, Path(path), weights, ranks)
+        if self.vision is not None and not ranks.rank:
             copy_processor(Path(self.model.name_or_path), Path(path))
 
     def divide_tokens(self, context: ContextParallel) -> None:

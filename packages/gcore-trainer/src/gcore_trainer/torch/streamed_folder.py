@@ -5,11 +5,14 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from gcore_trainer.trainer import Replicas
 
 MAX_FILE_BYTES = 5 << 30
 """Most bytes of a file, which are in memory at a time, if that is not less than a tensor."""
@@ -29,16 +32,21 @@ def tensor_files(folder: Path) -> dict[str, str] | None:
     return None
 
 
-def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def save_streamed(
+    model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]], ranks: "Replicas"
+) -> None:
     """Write the files that ``model.save_pretrained`` writes.
 
     Args:
         weights: the full parameters by the model's names, those of a layer together.
+        ranks: those that call this; see `write_tensors`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     ignored: set[str] = set(model._keys_to_ignore_on_save or ())
     everything = chain(weights, _saved_buffers(model))
-    write_tensors(folder, _as_published(model, ((n, t) for n, t in everything if n not in ignored)))
+    saved = ((n, t) for n, t in everything if n not in ignored)
+    write_tensors(folder, _as_published(model, saved), ranks)
+    if ranks.rank:
+        return
     model.config.dtype = str(model.dtype).split(".")[1]
     # FSDP2 makes a class of its own of the model's.
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -47,19 +55,30 @@ def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.T
         model.generation_config.save_pretrained(folder)
 
 
-def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.dtype:
-    """Write safetensors files, with an index if there are several, and return the last one's data type."""
+def write_tensors(
+    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], ranks: "Replicas"
+) -> torch.dtype:
+    """Write safetensors files, with an index if there are several, and return the last one's data type.
+
+    All ranks call this with the same names and shapes, and the first one writes. The others wait for each file on the
+    host: in a collective of the weights, NCCL would end a wait that takes minutes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     parts: list[Path] = []
     file_of: dict[str, int] = {}
     size_bytes = 0
     dtype = torch.float32
-    for tensors in _by_file(weights):
+    for tensors in _by_file(weights, "meta" if ranks.rank else "cpu"):
         parts.append(folder / f"part-{len(parts)}.safetensors.tmp")
-        save_file(tensors, parts[-1], metadata={"format": "pt"})
+        if not ranks.rank:
+            save_file(tensors, parts[-1], metadata={"format": "pt"})
+        ranks.gather(None)
         file_of |= dict.fromkeys(tensors, len(parts) - 1)
         size_bytes += sum(t.nbytes for t in tensors.values())
         dtype = next(iter(tensors.values())).dtype
         tensors.clear()
+    if ranks.rank:
+        return dtype
     count = len(parts)
     files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     if count == 1:
@@ -75,7 +94,9 @@ def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     return dtype
 
 
-def _by_file(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _by_file(
+    weights: Iterable[tuple[str, torch.Tensor]], device: str
+) -> Iterator[dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     size_bytes = 0
     for name, tensor in weights:
@@ -83,7 +104,7 @@ def _by_file(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, 
             yield tensors
             tensors = {}
             size_bytes = 0
-        tensors[name] = tensor.detach().cpu().contiguous()
+        tensors[name] = tensor.detach().to(device).contiguous()
         size_bytes += tensor.nbytes
     yield tensors
 
