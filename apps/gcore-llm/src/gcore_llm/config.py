@@ -358,12 +358,6 @@ class TrainConfig(BaseRLConfig):
         has_messages = self.data.train_files or not rollout.multi_turn.max_revisions
         files = "data.train_files, whose messages a revision can follow"
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
-        is_one = not (rollout.multi_turn.is_used and rollout.agent.run)
-        both = "'' with rollout.multi_turn.environment or max_revisions"
-        self.require("rollout.agent.run", is_one, both)
-        # A return along a conversation has no meaning across its branches.
-        is_outcome = not (rollout.agent.run and algorithm.estimator.needs_critic)
-        self.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
         rollout.agent.check_with(self)
         several_turns = "several turns" if rollout.has_several_turns else ""
         greedy = (

@@ -105,7 +105,12 @@ class AgentConfig(Checked, section="rollout.agent"):
         self.require("credit", is_known, "session, turns, branches, or PATH.py:function")
 
     def check_with(self, config: Any) -> None:
-        """Raise a `UserError` if turns are to be credited one by one, and a run's config adds to their rewards."""
+        """Raise a `UserError` if settings of a run do not fit its agent, or add to rewards of turns."""
+        is_one = not (self.run and config.rollout.multi_turn.is_used)
+        self.require("run", is_one, "'' with rollout.multi_turn.environment or max_revisions")
+        # A return along a conversation has no meaning across its branches.
+        is_outcome = not (self.run and config.algorithm.estimator.needs_critic)
+        config.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
         if self.credit not in _BY_REWARDS:
             return
         added = {
