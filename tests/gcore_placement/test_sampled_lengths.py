@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from gcore_placement import PlacementError, SampledLengths, blend, fit_lengths, step_lengths
+from gcore_placement import PlacementError, SampledLengths, blend
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from gcore_placement import PlacementError, SampledLengths, blend, fit_lengths, 
 )
 def test_a_steps_lengths_have_its_sum_and_maximum(mean: float, longest: int, num_cut: int) -> None:
     step = SampledLengths(number=200, mean=mean, longest=longest, num_cut=num_cut, limit=256)
-    lengths = step_lengths(step, sigma=0.8)
+    lengths = step.spread(sigma=0.8)
     assert lengths.size == 200
     assert lengths.sum() == round(200 * mean)
     assert (lengths.min() >= 1, lengths.max()) == (True, longest)
@@ -23,14 +23,14 @@ def test_a_steps_lengths_have_its_sum_and_maximum(mean: float, longest: int, num
 
 def test_few_lengths() -> None:
     one = SampledLengths(number=1, mean=9.0, longest=9, num_cut=0, limit=256)
-    assert step_lengths(one, sigma=0.8).tolist() == [9]
-    assert step_lengths(replace(one, number=2, mean=6.0), sigma=0.0).tolist() == [3, 9]
-    median, _ = fit_lengths([replace(one, number=8, mean=256.0, longest=256, num_cut=8)])
+    assert one.spread(sigma=0.8).tolist() == [9]
+    assert replace(one, number=2, mean=6.0).spread(sigma=0.0).tolist() == [3, 9]
+    median, _ = SampledLengths.fit([replace(one, number=8, mean=256.0, longest=256, num_cut=8)])
     assert median >= 250
     with pytest.raises(
         PlacementError, match=r"steps is \[\]; expected at least one step with responses"
     ):
-        fit_lengths([replace(one, number=0)])
+        SampledLengths.fit([replace(one, number=0)])
 
 
 @pytest.mark.parametrize("limit", [100_000, 300])
@@ -47,7 +47,7 @@ def test_lengths_are_recognised(limit: int) -> None:
         )
         for d in drawn
     ]
-    median, sigma = fit_lengths(steps)
+    median, sigma = SampledLengths.fit(steps)
     assert median == pytest.approx(150, rel=0.03)
     assert sigma == pytest.approx(0.7, rel=0.05)
 

@@ -72,11 +72,7 @@ from .simulation.simulator import (
 from .strategies import STRATEGIES as STRATEGIES, Strategy as Strategy
 from .workload.diffusion import DiffusionWorkload as DiffusionWorkload
 from .workload.model_shape import ModelShape as ModelShape
-from .workload.recorded_runs import (
-    SampledLengths as SampledLengths,
-    fit_lengths as fit_lengths,
-    step_lengths as step_lengths,
-)
+from .workload.recorded_runs import SampledLengths as SampledLengths
 from .workload.traces import (
     Drift as Drift,
     RecordedStep as RecordedStep,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement import SampledLengths, fit_lengths
+from gcore_placement import SampledLengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import read_jsonl
 from gcore_runs.simulation.cluster import Simulation
@@ -135,7 +135,7 @@ def measured_run(
             f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train"
         )
     acceptance = float(np.average([row["sampling/acceptance"] for row in rows], weights=numbers))
-    median, sigma = fit_lengths(sampled)
+    median, sigma = SampledLengths.fit(sampled)
     devices = math.lcm(num_ranks, num_engines)
     config = SimulateConfig(
         **settings,

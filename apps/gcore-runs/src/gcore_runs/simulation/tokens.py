@@ -14,7 +14,6 @@ from gcore_placement import (
     TransformerWorkload,
     blend,
     log_normal,
-    step_lengths,
     uniform,
 )
 from gcore_rollout import Completion, Prompt, Request
@@ -138,9 +137,7 @@ class Replay:
         seed: int,
     ) -> None:
         random = np.random.default_rng(seed)
-        lengths = [
-            random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps
-        ]
+        lengths = [random.permutation(step.spread(sigma=sigma)).reshape(-1, n) for step in steps]
         signals = [
             random.permutation(np.arange(len(step)) < num)
             for step, num in zip(lengths, num_kept, strict=True)

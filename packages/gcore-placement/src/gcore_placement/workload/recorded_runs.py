@@ -28,8 +28,8 @@ class SampledLengths:
         >>> step = SampledLengths.of_metrics(row, n=8, limit=2048)
         >>> step.number
         64
-        >>> median, sigma = fit_lengths([step])
-        >>> lengths = step_lengths(step, sigma=sigma)
+        >>> median, sigma = SampledLengths.fit([step])
+        >>> lengths = step.spread(sigma=sigma)
         >>> int(lengths.sum()), int(lengths.max())
         (32000, 1900)
     """
@@ -58,65 +58,68 @@ class SampledLengths:
             limit=limit,
         )
 
+    @staticmethod
+    def fit(steps: "Sequence[SampledLengths]") -> tuple[float, float]:
+        """Fit one log-normal to the lengths of all steps; return its median, and standard deviation of the logarithm.
 
-def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
-    """Fit one log-normal to the lengths of all steps; return its median, and standard deviation of the logarithm.
+        Its mean, cut at the limit, is theirs. Where a step cuts more than one response on average, so is the share that
+        is cut; otherwise the mean of the steps' maxima is met. Raises PlacementError if none has responses.
+        """
+        steps = [step for step in steps if step.number]
+        if not steps:
+            raise refusal("steps", [], "at least one step with responses")
+        number = np.array([step.number for step in steps])
+        mean = float(np.average([step.mean for step in steps], weights=number))
+        longest = float(np.mean([step.longest for step in steps]))
+        num_cut = float(np.mean([step.num_cut for step in steps]))
+        limit = steps[0].limit
+        size = float(number.mean())
+        u = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+        z = normal_quantiles(u)
+        # The maximum of N draws has the quantiles of one draw, at the N-th root.
+        z_top = normal_quantiles(u ** (1 / size))
 
-    Its mean, cut at the limit, is theirs. Where a step cuts more than one response on average, so is the share that is
-    cut; otherwise the mean of the steps' maxima is met. Raises PlacementError if none has responses.
-    """
-    steps = [step for step in steps if step.number]
-    if not steps:
-        raise refusal("steps", [], "at least one step with responses")
-    number = np.array([step.number for step in steps])
-    mean = float(np.average([step.mean for step in steps], weights=number))
-    longest = float(np.mean([step.longest for step in steps]))
-    num_cut = float(np.mean([step.num_cut for step in steps]))
-    limit = steps[0].limit
-    size = float(number.mean())
-    u = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
-    z = normal_quantiles(u)
-    # The maximum of N draws has the quantiles of one draw, at the N-th root.
-    z_top = normal_quantiles(u ** (1 / size))
+        def fit_median(sigma: float) -> float:
+            return _find_root(
+                lambda m: float(_cut(m * np.exp(sigma * z), limit).mean()),
+                mean,
+                highest=float(limit),
+            )
 
-    def fit_median(sigma: float) -> float:
-        return _find_root(
-            lambda m: float(_cut(m * np.exp(sigma * z), limit).mean()), mean, highest=float(limit)
+        def predict_cut_share(sigma: float) -> float:
+            return float((fit_median(sigma) * np.exp(sigma * z) >= limit - 0.5).mean())
+
+        def predict_longest(sigma: float) -> float:
+            return float(_cut(fit_median(sigma) * np.exp(sigma * z_top), limit).mean())
+
+        if num_cut > 1:
+            sigma = _find_root(predict_cut_share, num_cut / size, highest=_MAX_SIGMA)
+        else:
+            sigma = _find_root(predict_longest, longest, highest=_MAX_SIGMA)
+        return fit_median(sigma), sigma
+
+    def spread(self, *, sigma: float) -> NDArray[np.int64]:
+        """Return [number] ascending lengths with the step's sum and maximum, the others of a log-normal's quantiles."""
+        num_top = min(self.number, max(1, self.num_cut))
+        rest = self.number - num_top
+        top = np.full(num_top, self.longest)
+        if not rest:
+            return top
+        total = min(
+            max(round(self.number * self.mean) - num_top * self.longest, rest), rest * self.longest
         )
-
-    def predict_cut_share(sigma: float) -> float:
-        return float((fit_median(sigma) * np.exp(sigma * z) >= limit - 0.5).mean())
-
-    def predict_longest(sigma: float) -> float:
-        return float(_cut(fit_median(sigma) * np.exp(sigma * z_top), limit).mean())
-
-    if num_cut > 1:
-        sigma = _find_root(predict_cut_share, num_cut / size, highest=_MAX_SIGMA)
-    else:
-        sigma = _find_root(predict_longest, longest, highest=_MAX_SIGMA)
-    return fit_median(sigma), sigma
-
-
-def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
-    """Return [number] ascending lengths with the step's sum and maximum; the others are quantiles of a log-normal."""
-    num_top = min(step.number, max(1, step.num_cut))
-    rest = step.number - num_top
-    top = np.full(num_top, step.longest)
-    if not rest:
-        return top
-    total = min(
-        max(round(step.number * step.mean) - num_top * step.longest, rest), rest * step.longest
-    )
-    shape = np.exp(sigma * normal_quantiles((np.arange(rest) + 0.5) / step.number))
-    scale = _find_root(
-        lambda s: float(_cut(s * shape, step.longest).sum()), total, highest=step.longest / shape[0]
-    )
-    exact = _cut(scale * shape, step.longest)
-    lengths = np.floor(exact).astype(np.int64)
-    # The tokens that rounding down has removed go to the lengths that lost most.
-    lost = np.argsort(lengths - exact, kind="stable")
-    lengths[lost[: total - int(lengths.sum())]] += 1
-    return np.concatenate([np.sort(lengths), top])
+        shape = np.exp(sigma * normal_quantiles((np.arange(rest) + 0.5) / self.number))
+        scale = _find_root(
+            lambda s: float(_cut(s * shape, self.longest).sum()),
+            total,
+            highest=self.longest / shape[0],
+        )
+        exact = _cut(scale * shape, self.longest)
+        lengths = np.floor(exact).astype(np.int64)
+        # The tokens that rounding down has removed go to the lengths that lost most.
+        lost = np.argsort(lengths - exact, kind="stable")
+        lengths[lost[: total - int(lengths.sum())]] += 1
+        return np.concatenate([np.sort(lengths), top])
 
 
 def _cut(lengths: Floats, limit: int) -> Floats:
@@ -171,11 +174,11 @@ def run_trace(
     )
     limit = max(int(row["response_length/max"]) for row in sampled)
     lengths = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in sampled]
-    _, sigma = fit_lengths(lengths)
+    _, sigma = SampledLengths.fit(lengths)
     steps: list[RecordedStep] = []
     for row, step_sample in zip(sampled, lengths, strict=True):
         num_prompts = max(1, step_sample.number // n)
-        responses = step_lengths(replace(step_sample, number=num_prompts * n), sigma=sigma)
+        responses = replace(step_sample, number=num_prompts * n).spread(sigma=sigma)
         steps.append(
             RecordedStep(
                 num_prompts=num_prompts,
