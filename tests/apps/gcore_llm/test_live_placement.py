@@ -628,7 +628,7 @@ def test_idle_engines_judge_within_a_step(cli: Cli, judged: list[str]) -> None:
     """Engines of the policy help a slow judge while its queue lasts; one is killed there, and no verdict is lost."""
     (cli.cwd / "slow.py").write_text(SLOW)
     args = option_set(
-        option_set(judged, "--trainer.total-training-steps", "2"), "--reward-model.judge.n", "3"
+        option_set(judged, "--trainer.total-training-steps", "1"), "--reward-model.judge.n", "3"
     )
     # No evaluation: loans in it are of no step.
     args = [*args, "--data.val-size", "0"]
