@@ -28,7 +28,6 @@ from gcore_rollout.engines.instrumented import (
     choose_tensors,
     note_costs,
 )
-from gcore_rollout.engines.protocol import Digest, Digests, HeldTensor, check_weights
 from gcore_rollout.engines.registry import PRELOAD_HF, PRELOAD_VLLM
 from gcore_rollout.engines.vllm import process as vllm_process
 from gcore_rollout.weight_sync import digests as digests_module
@@ -38,6 +37,12 @@ from gcore_rollout.weight_sync.digests import (
     Promised,
     all_digests,
     digest,
+)
+from gcore_rollout.weight_sync.reports import (
+    Digest,
+    Digests,
+    HeldTensor,
+    check_weights,
 )
 
 pytestmark = VLLM_IMPORT_WARNINGS

@@ -37,8 +37,10 @@ from gcore_rollout import (
     WeightReferences,
     WrongWeightsError,
 )
-from gcore_rollout.engines.protocol import check_weights
 from gcore_rollout.weight_sync.digests import all_digests
+from gcore_rollout.weight_sync.reports import (
+    check_weights,
+)
 
 pytestmark = [
     pytest.mark.slow,

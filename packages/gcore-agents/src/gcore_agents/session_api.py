@@ -3,11 +3,9 @@
 import time
 from typing import Any, get_args
 
-from gcore_agents.calls import ChatCall
 from gcore_agents.chat.images import convert_images, digest_image
-from gcore_agents.dialects.chat_completions import read_messages, read_tools
+from gcore_agents.dialects.chat_completions import ChatCompletionsDialect
 from gcore_agents.dialects.fields import JsonFields
-from gcore_agents.dialects.images import make_image_reader
 from gcore_agents.session import Session, SessionReward, SessionStatus
 
 _NODE_FIELDS = ("number", "response_id", "finish_reason", "is_delivered", "agent")
@@ -82,8 +80,7 @@ def tokenize(session: Session, fields: JsonFields) -> dict[str, Any]:
         text = fields.read_text("prompt") or ""
         tokens = session.encoder.encode(text, add_special_tokens=add_special_tokens)
     else:
-        messages = read_messages(fields, make_image_reader(session))
-        call = ChatCall(messages=messages, tools=read_tools(fields))
+        call = ChatCompletionsDialect(session).read_call(fields.values)
         tokens = session.list_prompt_tokens(call)
     return {
         "tokens": tokens,

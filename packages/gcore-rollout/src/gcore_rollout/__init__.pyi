@@ -46,7 +46,6 @@ from .engines.protocol import (
     Completion as Completion,
     Engine as Engine,
     EngineStats as EngineStats,
-    HeldWeights as HeldWeights,
     RepetitionDetection as RepetitionDetection,
     Request as Request,
     RequestT as RequestT,
@@ -203,6 +202,9 @@ from .weight_sync.history import (
 from .weight_sync.layout import (
     divide_weights as divide_weights,
     write_part as write_part,
+)
+from .weight_sync.reports import (
+    HeldWeights as HeldWeights,
 )
 from .weight_sync.shared_weights import (
     SharedWeights as SharedWeights,

@@ -64,10 +64,7 @@ class RunningEpisodes:
 
     def __init__(self, policy: Engine) -> None:
         self._policy = policy
-        self._tasks: dict[int, dict[str, asyncio.Task[Completion]]] = {}
-        """By prompt index and request id."""
-        self._versions: dict[int, int] = {}
-        """Oldest weights that running episodes of a prompt started with."""
+        self._tasks: dict[str, asyncio.Task[Completion]] = {}
         self._cancelled: set[asyncio.Task[Completion]] = set()
         self._in_flight: set[str] = set()
         self._idle = asyncio.Event()
@@ -107,39 +104,26 @@ class RunningEpisodes:
         self.resumed.set()
 
     def start(
-        self,
-        prompt_index: int,
-        request_id: str,
-        play: Callable[[], Coroutine[Any, Any, Completion]],
+        self, request_id: str, play: Callable[[], Coroutine[Any, Any, Completion]]
     ) -> asyncio.Task[Completion]:
         """Return the task of an episode, which is started unless an earlier call has done so."""
-        tasks = self._tasks.setdefault(prompt_index, {})
-        if request_id not in tasks:
-            tasks[request_id] = asyncio.create_task(play())
-            self._versions.setdefault(prompt_index, self.weight_version)
-        return tasks[request_id]
+        if request_id not in self._tasks:
+            self._tasks[request_id] = asyncio.create_task(play())
+        return self._tasks[request_id]
 
-    def forget(self, prompt_index: int, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Drop an episode that has ended."""
-        tasks = self._tasks.get(prompt_index, {})
-        tasks.pop(request_id, None)
-        if not tasks:
-            self.cancel(prompt_index)
+        self._tasks.pop(request_id, None)
 
-    def oldest_version(self, prompt_index: int) -> int | None:
-        """Return the oldest weights of the running episodes of a prompt; None: none is running."""
-        return self._versions.get(prompt_index)
-
-    def cancel(self, prompt_index: int) -> None:
-        """Cancel the running episodes of a prompt."""
-        self._versions.pop(prompt_index, None)
-        for task in self._tasks.pop(prompt_index, {}).values():
+    def cancel(self, prefix: str) -> None:
+        """Cancel the episodes whose request ids start like this, such as ``"7/"`` for those of a prompt."""
+        for request_id in [name for name in self._tasks if name.startswith(prefix)]:
+            task = self._tasks.pop(request_id)
             self._cancelled.add(task)
             task.add_done_callback(self._cancelled.discard)
             task.cancel()
 
     async def close(self) -> None:
         """Cancel all episodes, and wait for their end. Idempotent."""
-        for prompt_index in list(self._tasks):
-            self.cancel(prompt_index)
+        self.cancel("")
         await asyncio.gather(*self._cancelled, return_exceptions=True)

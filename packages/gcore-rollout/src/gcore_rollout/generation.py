@@ -228,11 +228,11 @@ class Generation:
             if pending.is_deferred:
                 self.deferred.append(index)
             elif pending.num_failed:
-                self._episodes.cancel(index)
+                self._episodes.cancel(f"{index}/")
             elif pending.missing:
-                group.running_version = self._episodes.oldest_version(index)
                 cut_short.append(group)
             else:
+                group.running_version = None
                 self.measured.append(measure_length(pending.prompt, group.lengths.tolist()))
                 complete.append((group, pending.prompt))
         groups = [group for group, _ in complete]
@@ -270,7 +270,8 @@ class Generation:
         """Return a group that another call has left unfinished, with the responses that are complete."""
         pending = self._pending_group(before.prompt_index, prompt)
         if before.running_version is None:
-            self._episodes.cancel(before.prompt_index)
+            self._episodes.cancel(f"{before.prompt_index}/")
+        pending.group.running_version = before.running_version
         if before.prompt_ids.size:
             # That of episodes differs from the row's.
             pending.group.prompt_ids = before.prompt_ids
@@ -301,6 +302,8 @@ class Generation:
             groups.sort(key=lambda group: -(group.expected_tokens or max_tokens))
         if self.roles.episodes is not None:
             for group in groups:
+                if group.group.running_version is None:
+                    group.group.running_version = self.roles.policy.weight_version
                 for index in group.missing:
                     self._launch(1, self._play(self.roles.episodes, group, index))
                 if self.with_greedy:
@@ -443,17 +446,17 @@ class Generation:
         seed = hash((self.seed, group.prompt_index, seed_index))
         policy: Any = self._episodes
         play = partial(role.play, policy, group.prompt, request_id, sampling, seed)
-        task = self._episodes.start(group.prompt_index, request_id, play)
+        task = self._episodes.start(request_id, play)
         await asyncio.wait([task, self._enough], return_when=asyncio.FIRST_COMPLETED)
         if task.cancelled() or not task.done():
             return None
-        self._episodes.forget(group.prompt_index, request_id)
+        self._episodes.forget(request_id)
         episode = task.result()
         if self.defers and (
             episode.end == "length" or episode.token_ids.size >= sampling.max_tokens
         ):
             group.is_deferred = True
-            self._episodes.cancel(group.prompt_index)
+            self._episodes.cancel(f"{group.prompt_index}/")
         return None if group.is_deferred else episode
 
     def _count_failure(

@@ -45,7 +45,7 @@ class Group:
     source: str = ""
     """The prompt's row in the column `Generation.source_key`; empty: there is none."""
     running_version: int | None = None
-    """Oldest weights that episodes of the group which are still running started with; None: none is to be continued."""
+    """The weights that its episodes started with, while some are running; None: none is to be continued."""
 
     @property
     def oldest_version(self) -> int | None:

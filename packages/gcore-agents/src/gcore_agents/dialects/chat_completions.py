@@ -84,9 +84,11 @@ class ChatCompletionsDialect(Dialect):
         fields.refuse(_OUTDATED, "use tools and tool_choice")
         fields.refuse(("audio",), "the endpoint takes text alone")
         _check_modalities(fields)
+        objects = fields.require_objects("messages")
+        messages = [_read_message(message, self.images) for message in objects]
         max_tokens = fields.read_integer("max_completion_tokens", 1)
         return ChatCall(
-            messages=read_messages(fields, self.images),
+            messages=join_system(name_results(messages)),
             tools=read_tools(fields),
             max_tokens=max_tokens or fields.read_integer("max_tokens", 1),
             stop=fields.read_texts("stop", MAX_STOPS),
@@ -200,12 +202,6 @@ def allows_tools(fields: JsonFields) -> bool:
     if not isinstance(choice, dict) and choice not in (None, "auto", "required", "none"):
         fields.fail("tool_choice", "auto, required, none or a tool")
     return choice != "none"
-
-
-def read_messages(fields: JsonFields, images: ImageReader | None) -> list[dict[str, Any]]:
-    """Return the messages of a body."""
-    objects = fields.require_objects("messages")
-    return join_system(name_results(_read_message(message, images) for message in objects))
 
 
 def _read_message(fields: JsonFields, images: ImageReader | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.dialects.events import KEEP_ALIVE, write_event
 from gcore_agents.dialects.fields import JsonFields, parse_json
-from gcore_agents.dialects.images import ImageReader, make_image_reader
+from gcore_agents.dialects.images import ImageReader
 from gcore_agents.errors import CallError
 from gcore_agents.session import Session
 
@@ -56,8 +56,9 @@ class Dialect(ABC):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.images = make_image_reader(session)
-        """Reads images; None: the model takes none."""
+        vision = session and session.encoder.vision
+        self.images = ImageReader(vision) if vision else None
+        """Reads the images of calls; None: the model takes none."""
 
     @abstractmethod
     def read_call(self, body: Any) -> ChatCall:

@@ -5,7 +5,6 @@ import base64
 from gcore_agents.chat.images import ImageProcessor, digest_image
 from gcore_agents.dialects.fields import JsonFields
 from gcore_agents.errors import CallError
-from gcore_agents.session import Session
 
 MAX_IMAGE_BYTES = 16 << 20
 """Longest image file."""
@@ -30,7 +29,8 @@ class ImageReader:
 
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
-        self._checked: set[str] = set()
+        self._images: dict[str, bytes] = {}
+        """Files by their digests, one copy of each for all calls."""
 
     def read_url(self, fields: JsonFields, field: str) -> bytes:
         """Return the image file in a ``data:`` URL."""
@@ -59,7 +59,7 @@ class ImageReader:
         if not image.startswith(_SIGNATURES):
             fields.fail(field, f"a file of the type {media_type}")
         digest = digest_image(image)
-        if digest not in self._checked:
+        if digest not in self._images:
             try:
                 self._processor.check_image(image, max_pixels=MAX_PIXELS)
             except ValueError as error:
@@ -67,12 +67,5 @@ class ImageReader:
                 raise CallError(
                     f"{name} is no image that the model takes: {error}", field=name
                 ) from error
-            self._checked.add(digest)
-        return image
-
-
-def make_image_reader(session: Session | None) -> ImageReader | None:
-    """Return what reads the images of a session's calls; None: its model takes none."""
-    if session is None or session.encoder.vision is None:
-        return None
-    return ImageReader(session.encoder.vision)
+            self._images[digest] = image
+        return self._images[digest]

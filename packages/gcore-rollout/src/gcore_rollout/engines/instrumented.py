@@ -10,20 +10,22 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from gcore_rollout.engines.protocol import (
-    Digest,
-    Digests,
     Engine,
     EngineStats,
-    HeldTensor,
-    HeldWeights,
     RequestT,
     SampleT,
+)
+from gcore_rollout.errors import WrongWeightsError
+from gcore_rollout.weight_sync.digests import digests_of
+from gcore_rollout.weight_sync.reports import (
+    Digest,
+    Digests,
+    HeldTensor,
+    HeldWeights,
     check_weights,
     get_weights_gpu,
     report_weights,
 )
-from gcore_rollout.errors import WrongWeightsError
-from gcore_rollout.weight_sync.digests import digests_of
 
 if TYPE_CHECKING:
     import torch

@@ -16,13 +16,10 @@ from typing import Any, Generic
 import torch
 
 from gcore_rollout.engines.protocol import (
-    Digests,
     Engine,
     EngineStats,
     RequestT,
     SampleT,
-    check_weights,
-    get_weights_gpu,
 )
 from gcore_rollout.engines.replica import (
     PoolCall,
@@ -34,6 +31,11 @@ from gcore_rollout.engines.replica import (
     start_task,
 )
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
+from gcore_rollout.weight_sync.reports import (
+    Digests,
+    check_weights,
+    get_weights_gpu,
+)
 from gcore_rollout.weight_sync.shared_weights import (
     SharedWeights,
     choose_sources,

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.protocol import Digest, Digests, HeldTensor
 from gcore_rollout.engines.queueing import splitmix64
+from gcore_rollout.weight_sync.reports import (
+    Digest,
+    Digests,
+    HeldTensor,
+)
 
 if TYPE_CHECKING:
     import torch

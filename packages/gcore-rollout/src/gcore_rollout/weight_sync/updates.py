@@ -15,7 +15,9 @@ from itertools import chain
 import numpy as np
 import torch
 
-from gcore_rollout.engines.protocol import Digest, Engine
+from gcore_rollout.engines.protocol import (
+    Engine,
+)
 from gcore_rollout.errors import RolloutError
 from gcore_rollout.weight_sync.digests import DigestedWeights, digest, dtype_name
 from gcore_rollout.weight_sync.layout import (
@@ -25,6 +27,9 @@ from gcore_rollout.weight_sync.layout import (
     check_layout,
     host_copy,
     layout_of,
+)
+from gcore_rollout.weight_sync.reports import (
+    Digest,
 )
 
 _MOST_INT32 = 2**31 - 1

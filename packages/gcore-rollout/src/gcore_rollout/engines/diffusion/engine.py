@@ -30,7 +30,6 @@ from gcore_rollout.engines.diffusion.types import (
     ImageSampling,
 )
 from gcore_rollout.engines.host_weights import HostWeights
-from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
@@ -41,6 +40,9 @@ from gcore_rollout.engines.queueing import (
 from gcore_rollout.errors import EngineModelError, RequestError, RolloutError
 from gcore_rollout.weight_sync.digests import digest_held_tensor
 from gcore_rollout.weight_sync.layout import check_shapes
+from gcore_rollout.weight_sync.reports import (
+    HeldWeights,
+)
 
 _Image = QueuedSample[ImageRequest, ImageSample]
 

@@ -29,7 +29,6 @@ from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import (
     Completion,
     FinishReason,
-    HeldWeights,
     Request,
     SamplingParams,
 )
@@ -49,6 +48,9 @@ from gcore_rollout.engines.queueing import (
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.digests import digest_held_tensor
 from gcore_rollout.weight_sync.layout import iterate_checked
+from gcore_rollout.weight_sync.reports import (
+    HeldWeights,
+)
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 ALL_TOKENS = 2**31 - 1

@@ -10,15 +10,17 @@ from typing import Any, ClassVar, Generic
 from gcore_rollout.engines.protocol import (
     Engine,
     EngineStats,
-    HeldWeights,
     RequestT,
     SampleT,
     check_open,
-    report_weights,
     sample_keys,
 )
 from gcore_rollout.engines.remote import session
 from gcore_rollout.errors import EngineDiedError, RolloutError
+from gcore_rollout.weight_sync.reports import (
+    HeldWeights,
+    report_weights,
+)
 
 END_TIMEOUT_S = 10.0
 

@@ -19,9 +19,11 @@ from gcore_rollout.engines.protocol import (
     AnySample,
     Engine,
     EngineStats,
-    report_weights,
 )
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
+from gcore_rollout.weight_sync.reports import (
+    report_weights,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gcore_rollout.engines.protocol import Completion, EngineStats, HeldWeights, Request
+from gcore_rollout.engines.protocol import (
+    Completion,
+    EngineStats,
+    Request,
+)
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
@@ -29,6 +33,9 @@ from gcore_rollout.errors import (
     make_extra_error,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor
+from gcore_rollout.weight_sync.reports import (
+    HeldWeights,
+)
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 if TYPE_CHECKING:
