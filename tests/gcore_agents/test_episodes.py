@@ -65,7 +65,7 @@ class DyingEngine:
         )
 
 
-def make_player(drive: Any, **fields: Any) -> EpisodePlayer:
+def make_player(drive: Any, credit: Any = None) -> EpisodePlayer:
     return EpisodePlayer(
         drive=drive,
         encoder=ChatEncoder(make_tokenizer()),
@@ -74,7 +74,7 @@ def make_player(drive: Any, **fields: Any) -> EpisodePlayer:
         timeout_s=0.0,
         needs_score=True,
         is_agent=True,
-        **{"credit": None, **fields},
+        credit=credit,
     )
 
 
