@@ -82,9 +82,9 @@ def test_the_reward_counts_even_digits() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(BenchError, match="rounds is 0; expected at least 1"):
+    with pytest.raises(BenchError, match="rounds is 0; expected 1 or more"):
         GrpoOptions(rounds=0)
-    with pytest.raises(BenchError, match="steps is -1; expected at least 0"):
+    with pytest.raises(BenchError, match="steps is -1; expected 0 or more"):
         GrpoOptions(steps=-1)
 
 

@@ -183,8 +183,8 @@ def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0; expected at least 1"),
-        ({"payload_mb": (64, 0)}, "payload_mb holds 0; expected at least 1"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
+        ({"payload_mb": (64, 0)}, "payload_mb holds 0; expected 1 or more"),
         ({"controllers": (1, 3)}, "samples is 64; expected a multiple of 3"),
         ({"workers": 5}, "samples is 64; expected a multiple of 5"),
     ],

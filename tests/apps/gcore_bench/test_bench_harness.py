@@ -21,14 +21,13 @@ from gcore_bench.harness.processes import (
 from gcore_bench.harness.report import (
     BenchError,
     BenchSession,
-    Count,
     QuickOptions,
     Rounds,
     Run,
     add_ratios,
-    at_least,
     format_figure,
 )
+from gcore_runs import Count, at_least
 from gcore_runs.settings.checks import multiple_of
 
 
@@ -45,10 +44,10 @@ class Options(QuickOptions):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0; expected at least 1"),
-        ({"size": 4}, "size is 4; expected at least 8"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
+        ({"size": 4}, "size is 4; expected 8 or more"),
         ({"size": 12}, "size is 12; expected a multiple of 8"),
-        ({"ranks": (2, 0)}, "ranks holds 0; expected at least 1"),
+        ({"ranks": (2, 0)}, "ranks holds 0; expected 1 or more"),
         ({"ranks": ()}, "ranks is empty; expected at least one entry"),
         (
             {"json": Path("/nowhere/x.json")},

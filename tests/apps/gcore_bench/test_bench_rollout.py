@@ -83,7 +83,7 @@ def test_a_contender_makes_the_tokens_that_were_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
         ({"parts": ()}, "parts is empty"),
         ({"contenders": ()}, "contenders is empty"),
         (
@@ -151,4 +151,4 @@ def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
         command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: vocab_size is 0; expected at least 1\n"
+    assert done.stderr == "gcore-bench: error: vocab_size is 0; expected 1 or more\n"

@@ -70,10 +70,10 @@ def test_contenders_that_compute_something_else_are_found() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
         ({"contenders": ()}, "contenders is empty"),
         ({"hidden_size": 100}, "hidden_size is 100; expected a multiple of 32"),
-        ({"max_response_length": 1}, "max_response_length is 1; expected at least 2"),
+        ({"max_response_length": 1}, "max_response_length is 1; expected 2 or more"),
         (
             {"json": Path("/nowhere/x.json")},
             "json is '/nowhere/x.json'; expected a file in an existing folder",

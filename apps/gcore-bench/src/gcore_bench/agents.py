@@ -9,13 +9,13 @@ from rich.console import Console
 from gcore_bench.harness.processes import Spec, run_child
 from gcore_bench.harness.report import (
     BenchSession,
-    Count,
     QuickOptions,
     Rounds,
     add_ratios,
     plain,
     verdict,
 )
+from gcore_runs import Count
 
 _CONTENDERS = ("bare aiohttp", "Session.respond", "endpoint")
 _COLUMNS = {

@@ -29,9 +29,9 @@ from gcore_bench.harness.report import (
     QuickOptions,
     Rounds,
     Row,
-    at_least,
     verdict,
 )
+from gcore_runs import at_least
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,7 @@ from gcore_bench.harness.processes import environment, seconds_of, status_bytes,
 from gcore_bench.harness.report import (
     BenchError,
     BenchSession,
-    Count,
     Figures,
-    NonNegative,
     QuickOptions,
     Rounds,
     Row,
@@ -36,6 +34,7 @@ from gcore_bench.harness.report import (
 )
 from gcore_controller import Context, Reference, run_ray
 from gcore_placement import balance
+from gcore_runs import Count, NonNegative
 
 ContenderName = Literal["gcore", "verl", "verl-numpy"]
 Features = np.ndarray[Any, np.dtype[Any]]

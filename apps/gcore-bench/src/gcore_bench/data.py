@@ -15,16 +15,8 @@ import numpy as np
 from rich.console import Console
 
 from gcore_bench.harness.processes import Spec, run_child, settle, status_bytes
-from gcore_bench.harness.report import (
-    BenchSession,
-    Count,
-    Figures,
-    NonNegative,
-    QuickOptions,
-    Rounds,
-    Row,
-    verdict,
-)
+from gcore_bench.harness.report import BenchSession, Figures, QuickOptions, Rounds, Row, verdict
+from gcore_runs import Count, NonNegative
 
 PartName = Literal["prompts", "index"]
 

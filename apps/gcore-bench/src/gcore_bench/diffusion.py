@@ -18,20 +18,10 @@ import numpy as np
 from rich.console import Console
 
 from gcore_bench.harness.processes import Spec, run_child, run_training
-from gcore_bench.harness.report import (
-    BenchSession,
-    Count,
-    Figures,
-    NonNegative,
-    QuickOptions,
-    Rounds,
-    Row,
-    at_least,
-    verdict,
-)
+from gcore_bench.harness.report import BenchSession, Figures, QuickOptions, Rounds, Row, verdict
 from gcore_diffusion.config import DemoConfig, embedded
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_runs import Bound
+from gcore_runs import Bound, Count, NonNegative, at_least
 from gcore_runs.loop.recorder import STAGES
 from gcore_runs.settings.checks import multiple_of
 

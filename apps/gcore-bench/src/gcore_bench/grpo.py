@@ -20,14 +20,13 @@ from gcore_bench.harness.report import (
     BenchError,
     BenchOptions,
     BenchSession,
-    Count,
     Figures,
-    NonNegative,
     Rounds,
     Row,
     paired_ratio,
     verdict,
 )
+from gcore_runs import Count, NonNegative
 
 if TYPE_CHECKING:
     from gcore_llm import TrainConfig

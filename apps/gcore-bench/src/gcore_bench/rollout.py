@@ -30,15 +30,14 @@ from gcore_bench.harness.processes import (
 from gcore_bench.harness.report import (
     BenchError,
     BenchSession,
-    Count,
     Figures,
-    NonNegative,
     QuickOptions,
     Rounds,
     add_ratios,
     plain,
 )
 from gcore_rollout import Engine, Request, SamplingParams, engine_kind
+from gcore_runs import Count, NonNegative
 
 if TYPE_CHECKING:
     import torch

@@ -26,17 +26,15 @@ from gcore_bench.harness.processes import (
 from gcore_bench.harness.report import (
     BenchError,
     BenchSession,
-    Count,
     Figures,
-    NonNegative,
     QuickOptions,
     Rounds,
     Rows,
     add_ratios,
-    at_least,
     plain,
 )
 from gcore_placement import micro_batches
+from gcore_runs import Count, NonNegative, at_least
 from gcore_runs.settings.checks import multiple_of
 from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
 

@@ -17,7 +17,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from gcore_runs import Bound, Checked
+from gcore_runs import Checked, Count
 from gcore_runs.settings.checks import EXISTING_FOLDER
 
 Figures = dict[str, float]
@@ -43,13 +43,6 @@ class BenchError(Exception):
     """Wrong options, or a contender that failed: the command line shows it without a traceback."""
 
 
-def at_least(least: float) -> Bound:
-    """Accept numbers from ``least`` on."""
-    return Bound(lambda value: value >= least, f"at least {least:g}")
-
-
-Count: TypeAlias = Annotated[int, at_least(1)]
-NonNegative: TypeAlias = Annotated[int, at_least(0)]
 OutputFile: TypeAlias = Annotated[Path | None, EXISTING_FOLDER]
 
 

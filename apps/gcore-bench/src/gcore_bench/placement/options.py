@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from gcore_bench.harness.report import NonNegative, QuickOptions
+from gcore_bench.harness.report import QuickOptions
+from gcore_runs import NonNegative
 
 PartName = Literal["balancer", "planner", "oracles", "live", "study"]
 
