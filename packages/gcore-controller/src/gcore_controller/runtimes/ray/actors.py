@@ -20,7 +20,7 @@ from gcore_controller.runtimes.ray.devices import ReservedDevice
 
 _ANSWER_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
-HEARTBEAT_EVERY_S = 1.0
+_HEARTBEAT_EVERY_S = 1.0
 """Time between two looks at the heartbeats of actors."""
 _NEWS_S = 5.0
 """How long an actor's error waits for news of another one's death."""
@@ -111,17 +111,26 @@ class ActorGroup:
     async def _wait(self, replies: "Iterable[asyncio.Future[Any]]") -> None:
         """Wait for all answers, or for one that is an error; raise `silence` if an actor shows no sign of life."""
         pending = set(replies)
-        heartbeats: Heartbeats | None = None
+        heartbeats: dict[int, Any] = {}
+        num_silent: dict[int, int] = {}
         while pending:
             done, pending = await asyncio.wait(
-                pending, timeout=HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
+                pending, timeout=_HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
             )
             if any(reply.exception() is not None for reply in done):
                 return
-            if pending:
-                # Most calls are answered before the first one is due.
-                heartbeats = heartbeats or Heartbeats(self)
-                heartbeats.check()
+            if not pending or not self.locations:
+                # Actors that have not started may wait for capacity.
+                continue
+            for rank, actor in enumerate(self.actors):
+                if rank in heartbeats and not heartbeats[rank].done():
+                    # Looks are counted, and not time: this process may have been stopped meanwhile.
+                    num_silent[rank] += 1
+                else:
+                    heartbeats[rank] = actor.is_alive.remote().future()
+                    num_silent[rank] = 0
+                if num_silent[rank] * _HEARTBEAT_EVERY_S >= self.heartbeat_timeout_s:
+                    raise self.silence(rank)
 
     async def _news(self, errors: Mapping[int, BaseException]) -> Mapping[int, BaseException]:
         """Return deaths of actors; one that misses another may report it before that one's death is known."""
@@ -132,32 +141,6 @@ class ActorGroup:
         timeout_s = _DEATH_NEWS_S if misses_actor else _NEWS_S
         await asyncio.wait(news.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         return _errors(news)
-
-
-class Heartbeats:
-    """The signs of life of a group's actors, while their answers to calls are waited for."""
-
-    def __init__(self, group: ActorGroup) -> None:
-        self._group = group
-        self._calls = [actor.is_alive.remote().future() for actor in group.actors]
-        self._has_started = [bool(group.locations)] * len(group.actors)
-        self._num_silent = [0] * len(group.actors)
-
-    def check(self) -> None:
-        """Raise the group's error if an actor was silent for too many calls of this, one every `HEARTBEAT_EVERY_S`.
-
-        Calls are counted, and not time: this process may have been stopped meanwhile.
-        """
-        for rank, actor in enumerate(self._group.actors):
-            if self._calls[rank].done():
-                self._calls[rank] = actor.is_alive.remote().future()
-                self._has_started[rank] = True
-                self._num_silent[rank] = 0
-            elif self._has_started[rank]:
-                # An actor that has not started may wait for capacity.
-                self._num_silent[rank] += 1
-            if self._num_silent[rank] * HEARTBEAT_EVERY_S >= self._group.heartbeat_timeout_s:
-                raise self._group.silence(rank)
 
 
 def future_of(call: Any) -> "asyncio.Future[Any]":

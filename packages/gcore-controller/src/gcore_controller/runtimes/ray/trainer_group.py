@@ -4,20 +4,20 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, Reference, rank_name
-from gcore_controller.errors import ClusterError, ControllerError, RankCodeError, RankError
-from gcore_controller.runtimes.ray.actors import HEARTBEAT_EVERY_S, ActorGroup, Heartbeats, cause_of
+from gcore_controller.errors import ClusterError, ControllerError, RankError
+from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.runtimes.ray.devices import ReservedDevice
 from gcore_controller.trainer_client import (
@@ -144,9 +144,9 @@ class RayTrainerGroup(TrainerGroup):
     ) -> None:
         """Start all ranks from the model that the run starts with; end those of before.
 
-        The first ranks are on ``devices`` that other actors have reserved; each of the rest reserves ``num_cpus`` and
-        ``num_gpus``. These are numbered by node and GPU once they have started, so that groups of neighbours, such as
-        those of tensor parallelism, are on one node.
+        The first ranks are on ``devices``, at most one for each rank, that other actors have reserved; each of the rest
+        reserves ``num_cpus`` and ``num_gpus``. These are numbered by node and GPU once they have started, so that
+        groups of neighbours, such as those of tensor parallelism, are on one node.
 
         Raises:
             RankError: a rank died.
@@ -161,14 +161,10 @@ class RayTrainerGroup(TrainerGroup):
             "num_gpus": num_gpus,
             "scheduling_strategy": "SPREAD",
         }
-        actors: list[Any] = []
-        for _, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
-            options = default_options
-            gpus = None
-            if device is not None:
-                options = device.options
-                gpus = device.gpus
-            actors.append(make.options(**options).remote(spec, Path.cwd(), gpus))
+        folder = Path.cwd()
+        actors = [make.options(**d.options).remote(spec, folder, d.gpus) for d in devices]
+        while len(actors) < spec.num_ranks:
+            actors.append(make.options(**default_options).remote(spec, folder))
         self.ranks = RankHandles(
             actors,
             expected_errors=spec.expected_errors,
@@ -204,32 +200,9 @@ class RayTrainerGroup(TrainerGroup):
             self.kill()
 
     def _ask_all(self, message: Message) -> Any:
-        ranks = {actor.ask.remote(message): rank for rank, actor in enumerate(self.ranks.actors)}
-        answers: dict[int, Any] = {}
-        failure: BaseException | None = None
-        waiting = list(ranks)
-        heartbeats: Heartbeats | None = None
-        while waiting:
-            # In the order in which they come: a rank that waits for a dead one may never answer.
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_EVERY_S)
-            if not ready:
-                heartbeats = heartbeats or Heartbeats(self.ranks)
-                heartbeats.check()
-                continue
-            [call] = ready
-            try:
-                answers[ranks[call]] = ray.get(call)
-            except RayTaskError as error:
-                # It may be that of a rank that misses a dead one.
-                failure = failure or self.ranks.failure(ranks[call], error)
-                if isinstance(failure, RankCodeError):
-                    # Others wait for this one in a collective.
-                    raise failure from None
-            except RayActorError as error:
-                raise self.ranks.death(ranks[call], error) from None
-        if failure is not None:
-            raise failure
-        return answers[0]
+        # In a thread, because this one may run an event loop. An interrupt does not wait for it.
+        answers = ThreadPoolExecutor(1).submit(asyncio.run, self.ranks.call("ask", message))
+        return answers.result()[0]
 
     def kill(self) -> None:
         """End all ranks at once: one that has failed leaves the others waiting in a collective."""
