@@ -154,6 +154,22 @@ def test_pixels_are_counted_before_they_are_decoded(processor: VisionProcessor) 
     processor.check_image(WIDE, max_pixels=56 * 84)
 
 
+def test_an_orientation_that_is_no_number_is_none(processor: VisionProcessor) -> None:
+    file = io.BytesIO()
+    picture = PIL.Image.new("RGB", (56, 84))
+    exif = picture.getexif()
+    exif[0x0112] = 6
+    picture.save(file, "JPEG", exif=exif)
+    sideways = file.getvalue()
+    # The tag's type becomes that of a text.
+    entry = b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x06"
+    assert entry in sideways
+    damaged = sideways.replace(entry, b"\x01\x12\x00\x02\x00\x00\x00\x01\x00\x06")
+    processor.check_image(damaged, max_pixels=56 * 84)
+    assert decode_image(damaged).shape == (84, 56, 3)
+    assert decode_image(sideways).shape == (56, 84, 3)
+
+
 def make_episode(prompt: Sequence[int], starts: tuple[int, ...]) -> Completion:
     return Completion(
         request_id="0/0",

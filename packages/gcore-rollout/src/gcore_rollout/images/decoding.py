@@ -13,7 +13,9 @@ from gcore_rollout.images.reward import import_pillow
 _DAMAGED = (OSError, SyntaxError, ValueError)
 """Errors that Pillow raises for damaged files."""
 _ORIENTATION = 0x0112
-"""EXIF's tag of how a camera was held; from 5 on, height and width are exchanged."""
+"""EXIF's tag of how a camera was held."""
+_SIDEWAYS = (5, 6, 7, 8)
+"""Its values where height and width are exchanged."""
 _MAX_16_BIT = 65535
 
 
@@ -23,10 +25,10 @@ def image_size(image: bytes) -> tuple[int, int]:
     width, height = picture.size
     try:
         # A PNG file is decoded for it.
-        orientation: int = picture.getexif().get(_ORIENTATION, 1)
+        orientation: object = picture.getexif().get(_ORIENTATION)
     except _DAMAGED as error:
         raise _make_damage_error(image, error) from None
-    if orientation >= 5:
+    if orientation in _SIDEWAYS:
         return width, height
     return height, width
 
