@@ -12,8 +12,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from forks import FORK
-
 _SERVE_SGLANG = Path(__file__).parents[2] / "scripts" / "sglang-cpu" / "serve"
 
 
@@ -57,11 +55,11 @@ def served(
 def served_by_vllm(
     model: Path, *options: str, log: Path, env: Mapping[str, str] | None = None
 ) -> Generator[str]:
-    """vLLM, in a fork where the fixture `vllm_forks` is used: its import takes longer than all else."""
+    """vLLM with the weights of a model, which may be replaced."""
     port = free_port()
     command = [
         # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
-        *(sys.executable, *FORK, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-scale-out", "--generation-config", "vllm"),
         *("--logprobs-mode", "processed_logprobs"),

@@ -150,8 +150,6 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in added if path and path not in sys.path]
     flag, *rest = request["command"]
     if (flag, *rest[:1]) == FORK:
         flag, *rest = rest[1:]

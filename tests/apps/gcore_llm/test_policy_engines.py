@@ -237,8 +237,7 @@ def test_speculation_in_a_process(vllm_cli: Cli, own_args: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def url(vllm_forks: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    del vllm_forks
+def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with vllm_server(tiny, tmp_path_factory.mktemp("vllm")) as address:
         yield address
 
