@@ -120,9 +120,9 @@ async def test_chat_streams_usage_and_several_turns(open_openai: Callable[[Sessi
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("is_chained", [False, True])
+@pytest.mark.parametrize("results_are", ["chained", "after all calls", "after each call"])
 async def test_responses_with_parallel_calls(
-    open_openai: Callable[[Session], Any], is_stream: bool, is_chained: bool
+    open_openai: Callable[[Session], Any], is_stream: bool, results_are: str
 ) -> None:
     session = make_session(f"<think>Hm.</think>{TWO_CALLS}", "3 it is.", delay_s=0.1)
     client = open_openai(session)
@@ -149,7 +149,7 @@ async def test_responses_with_parallel_calls(
                 results.append(
                     {"type": "function_call_output", "call_id": item.call_id, "output": result}
                 )
-        if is_chained:
+        if results_are == "chained":
             previous = response.id
             items = results
         else:
@@ -157,6 +157,8 @@ async def test_responses_with_parallel_calls(
             for output in outputs:
                 output.pop("parsed_arguments", None)
             items = [*items, *outputs, *results]
+            if results_are == "after each call" and results:
+                items[-3], items[-2] = items[-2], items[-3]
         if results:
             assert kinds == ["reasoning", "message", "function_call", "function_call"]
             assert (await client.responses.retrieve(response.id)).output_text == "So."

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from scripted import ScriptedSampler, call_tool, make_session
 
-from gcore_agents import CallError, Session, SessionReward
+from gcore_agents import CallError, Session, SessionReward, choose_trained
 from gcore_agents.server import AgentServer
 
 QUESTION = [{"role": "user", "content": "2 + 2 ="}]
@@ -442,13 +442,27 @@ async def test_two_calls_at_once(connect: Connect) -> None:
     assert len(client.session.graph.root.children) == 2
 
 
-async def test_the_same_call_in_flight_gets_the_same_reply(connect: Connect) -> None:
-    client = await connect("A.", "B.", delay_s=0.05)
-    (_, first), (_, second) = await asyncio.gather(client.ask(), client.ask())
-    assert first["id"] == second["id"]
-    _, third = await client.ask()
-    assert third["id"] != first["id"]
-    assert list_turns(client.session) == ["A.", "B."]
+async def test_the_same_call_at_once_is_sampled_again(connect: Connect) -> None:
+    """Agents ask for several answers at once, to choose one."""
+    client = await connect("A.", "B.", "C.", delay_s=0.05)
+    calls = [client.ask() for _ in range(3)]
+    ids = {reply["id"] for _, reply in await asyncio.gather(*calls)}
+    assert len(ids) == 3
+    assert sorted(list_turns(client.session)) == ["A.", "B.", "C."]
+    assert len(choose_trained(client.session)) == 3
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_retry_in_flight_of_a_client_that_has_gone_gets_the_same_reply(
+    connect: Connect, is_stream: bool
+) -> None:
+    client = await connect("A.", "B.", delay_s=0.5)
+    call = client.stream("chat") if is_stream else client.ask()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(call, 0.1)
+    await asyncio.sleep(0.1)
+    assert (await client.ask(stream=is_stream))[0] == 200
+    assert list_turns(client.session) == ["A."]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,14 @@ async def silent(task):
     return 1.0
 
 
+async def refused(task):
+    async with connect(task) as client:
+        try:
+            await ask(client, [])
+        except openai.BadRequestError:
+            return 1.0
+
+
 async def dies(task):
     await unscored(task)
     raise OSError("the shop is closed")
@@ -269,6 +277,10 @@ def test_a_command_finds_its_model_in_its_environment(cli: Cli, agent_args: list
     [
         ("unscored", "returned no reward, and the run has none"),
         ("silent", "has no turn: the agent made no call"),
+        (
+            "refused",
+            "has no turn: its last call was refused: messages is a list; expected one or more messages",
+        ),
         ("dies", "dies: OSError: the shop is closed"),
         ("sleeps", "sleeps took longer than 4 s"),
     ],

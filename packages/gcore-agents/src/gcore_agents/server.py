@@ -111,7 +111,10 @@ class AgentServer:
         self._released: dict[str, None] = {}
         app = web.Application(client_max_size=max_body_bytes)
         self._add_routes(app)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A session has to know which clients wait for a reply.
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
+        )
 
     async def start(self) -> None:
         """Listen for calls."""
@@ -230,6 +233,9 @@ class AgentServer:
         """Answer a call; ``is_stream``: its path says that it wants a stream."""
         try:
             dialect = self._find(request).dialects[kind]
+        except CallError as error:
+            return _make_error_response(kind, error)
+        try:
             call = _read_headers(request, dialect.read_call(await _read_body(request)))
             if call.stream or is_stream:
                 return await self._stream(request, dialect, call)
@@ -237,6 +243,7 @@ class AgentServer:
             headers = _make_headers(replies)
             response = web.json_response(dialect.write_reply(call, replies), headers=headers)
         except Exception as error:
+            dialect.session.last_error = str(error)
             return _make_error_response(kind, error)
         with suppress(ConnectionError):
             await response.prepare(request)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+
 from gcore_agents.calls import ChatCall, ChatReply
 from gcore_agents.chat.encoder import ChatEncoder
 from gcore_agents.chat.images import list_images
@@ -114,6 +116,8 @@ class Session:
         self.unused: dict[str, object] = {}
         """Sampling parameters that the agent has sent, and that the run's replace."""
         self.last_call_s = time.monotonic()
+        self.last_error = ""
+        """Why the last call that was refused was; empty: none was."""
         self._start_s: float | None = None
         """Time of the first call."""
         self.kept_responses: set[str] = set()
@@ -125,6 +129,11 @@ class Session:
         """Whether the first node of a conversation, by its number, is rendered with these tools."""
         self._first_prompt: int | None = None
         self._replies: dict[str, asyncio.Task[list[ChatReply]]] = {}
+        self._answers: set[asyncio.Task[list[ChatReply]]] = set()
+        """Those that are not finished."""
+        self._num_waiting: Counter[str] = Counter()
+        """Callers that wait for a reply, by its key."""
+        self._asked_at_once: set[str] = set()
         self._delivered: set[str] = set()
         self._num_reserved = 0
         """Most tokens of the turns that are being sampled."""
@@ -133,7 +142,8 @@ class Session:
     async def respond(self, call: ChatCall) -> list[ChatReply]:
         """Answer a call with ``call.n`` turns.
 
-        A call that repeats one which is being answered, or says that it repeats one, gets the same reply.
+        A call gets the reply of an earlier one with the same content if it says that it repeats it, or if nobody got or
+        waits for that reply. Equal calls at once are answered one by one, as with ``n``.
 
         Raises:
             CallError: the call cannot be answered; the session stays open.
@@ -152,24 +162,35 @@ class Session:
         key = call.retry_key or _digest(call)
         task = self._replies.get(key)
         is_marked = bool(call.retry_key) or call.is_retry
+        if not is_marked and self._num_waiting[key]:
+            self._asked_at_once.add(key)
+            task = None
         if task is None or _has_failed(task) or (self._is_delivered(task) and not is_marked):
             task = asyncio.create_task(self._answer(call))
             task.add_done_callback(_has_failed)
+            task.add_done_callback(self._answers.discard)
+            self._answers.add(task)
             self._replies[key] = task
+        self._num_waiting[key] += 1
         try:
             # A client that goes away does not end the turn, which its retry asks for.
-            return await asyncio.shield(task)
+            replies = await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 self._check_open()
             raise
+        finally:
+            self._num_waiting[key] -= 1
+        if key in self._asked_at_once:
+            self.kept_responses |= {reply.response_id for reply in replies}
+        return replies
 
     def close(self, status: SessionStatus = "completed") -> None:
         """Answer no further call, and end those that are being answered; a second close changes nothing."""
         if self.status is not None:
             return
         self.status = status
-        for task in self._replies.values():
+        for task in self._answers:
             task.cancel()
 
     @property
@@ -234,6 +255,8 @@ class Session:
     def add_reward(self, reward: SessionReward) -> None:
         """Add a reward; `CallError` if it is not finite, or of no turn or agent of this session."""
         value: Any = reward.value
+        if isinstance(value, np.number):
+            value = value.item()
         if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise CallError(
                 f"value of {reward.name!r} is {value!r:.80}; expected a finite number",

@@ -287,10 +287,13 @@ class EpisodePlayer:
     def _make_completion(self, session: Session, turns: list[str]) -> Completion:
         tree = collect_tokens(session.graph, trained=choose_trained(session))
         if tree is None:
-            raise EpisodeError(
-                f"episode {session.session_id!r} has no turn: the agent made no call, or its first messages are as "
-                f"long as the model's longest conversation, {session.budget.max_context} tokens"
+            reason = (
+                "the agent made no call, or its first messages are as long as the model's longest conversation, "
+                f"{session.budget.max_context} tokens"
             )
+            if session.last_error:
+                reason = f"its last call was refused: {session.last_error}"
+            raise EpisodeError(f"episode {session.session_id!r} has no turn: {reason}")
         if self.needs_score and session.score is None:
             raise EpisodeError(
                 f"the agent of episode {session.session_id!r} returned no reward, and the run has none"

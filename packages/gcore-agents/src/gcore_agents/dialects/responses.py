@@ -67,6 +67,8 @@ class ResponsesDialect(Dialect):
         self._conversations: dict[str, list[dict[str, Any]]] = {}
         """The messages up to each response, without the instructions, which later calls do not have."""
         self._items: dict[str, dict[str, Any]] = {}
+        self._turns_of_calls: dict[str, str] = {}
+        """The response of each call, by the call's id."""
 
     def read_call(self, body: Any) -> ChatCall:
         fields = JsonFields(body)
@@ -129,8 +131,27 @@ class ResponsesDialect(Dialect):
                     item.fail("id", "the id of an item of this session")
                 item = JsonFields(self._items[item_id], item.path)
                 kind = item.values["type"]
+            results = self._take_results(messages, item)
             _add_item(messages, item, kind, self.images)
+            messages.extend(results)
         return messages
+
+    def _take_results(
+        self, messages: list[dict[str, Any]], item: JsonFields
+    ) -> list[dict[str, Any]]:
+        """Take the results at the end of messages that stand between the calls of one turn, and return them."""
+        turn = self._turns_of_calls.get(str(item.values.get("call_id")))
+        start = len(messages)
+        while start and messages[start - 1]["role"] == "tool":
+            start -= 1
+        results = messages[start:]
+        is_call = item.values.get("type") in ("function_call", "custom_tool_call")
+        if not results or not is_call or turn is None:
+            return []
+        if self._turns_of_calls.get(results[-1]["tool_call_id"]) != turn:
+            return []
+        del messages[start:]
+        return results
 
     def write_reply(self, call: ChatCall, replies: Sequence[ChatReply]) -> dict[str, Any]:
         (reply,) = replies
@@ -143,6 +164,8 @@ class ResponsesDialect(Dialect):
         ]
         for item in output:
             self._items[item["id"]] = item
+            if "call_id" in item:
+                self._turns_of_calls[item["call_id"]] = reply.response_id
         return response
 
     def _write_output(self, call: ChatCall, reply: ChatReply) -> list[dict[str, Any]]:
