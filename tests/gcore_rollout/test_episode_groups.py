@@ -213,7 +213,7 @@ async def test_episodes_that_a_quota_cuts_short_go_on() -> None:
 
     again = replace(whole, responses=[], running_version=None)
     players.may_end.clear()
-    running.start(1, "1/0", lambda: players.play(engine, PROMPTS[1][1], "1/0", SAMPLING, 0))
+    running.start("1/0", lambda: players.play(engine, PROMPTS[1][1], "1/0", SAMPLING, 0))
     await asyncio.sleep(0)
     players.let_end("1/1")
     old_event = players.may_end.pop("1/0")
@@ -232,7 +232,7 @@ async def test_running_episodes_end_with_the_run() -> None:
     running = RunningEpisodes(FakeEngine())
     for index, prompt in PROMPTS:
         name = f"{index}/0"
-        running.start(index, name, partial(players.play, FakeEngine(), prompt, name, SAMPLING, 0))
+        running.start(name, partial(players.play, FakeEngine(), prompt, name, SAMPLING, 0))
     await asyncio.sleep(0)
     await running.close()
     assert players.num_cancelled == {"0/0": 1, "1/0": 1, "2/0": 1}
