@@ -130,7 +130,7 @@ class Session:
         self._first_prompt: int | None = None
         self._replies: dict[str, asyncio.Task[list[ChatReply]]] = {}
         self._answers: set[asyncio.Task[list[ChatReply]]] = set()
-        """Those that are not finished."""
+        """Tasks that are not finished."""
         self._num_waiting: Counter[str] = Counter()
         """Callers that wait for a reply, by its key."""
         self._asked_at_once: set[str] = set()
@@ -142,8 +142,8 @@ class Session:
     async def respond(self, call: ChatCall) -> list[ChatReply]:
         """Answer a call with ``call.n`` turns.
 
-        A call gets the reply of an earlier one with the same content if it says that it repeats it, or if nobody got or
-        waits for that reply. Equal calls at once are answered one by one, as with ``n``.
+        A call gets the reply of an earlier one with the same content if it says that it repeats it, or if that reply was
+        not delivered and no call waits for it. Equal calls at once are answered one by one, as with ``n``.
 
         Raises:
             CallError: the call cannot be answered; the session stays open.
