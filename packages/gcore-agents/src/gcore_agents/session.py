@@ -142,8 +142,8 @@ class Session:
     async def respond(self, call: ChatCall) -> list[ChatReply]:
         """Answer a call with ``call.n`` turns.
 
-        A call gets the reply of an earlier one with the same content if it says that it repeats it, or if that reply was
-        not delivered and no call waits for it. Equal calls at once are answered one by one, as with ``n``.
+        A call gets the reply of an earlier one with the same content if it says that it repeats it, or if that reply
+        was not delivered and no call waits for it. Equal calls at once are answered one by one, as with ``n``.
 
         Raises:
             CallError: the call cannot be answered; the session stays open.
