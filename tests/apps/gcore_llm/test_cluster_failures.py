@@ -147,9 +147,8 @@ def test_losses_of_each_kind_cost_no_sample(
     assert not left_after(workers, 60.0)
 
 
-@pytest.mark.parametrize("elastic", [True, False])
 def test_a_spare_takes_over_from_a_node_with_a_controller(
-    cli: Cli, own_args: list[str], cluster: Cluster, elastic: bool
+    cli: Cli, own_args: list[str], cluster: Cluster
 ) -> None:
     """Ray still reserves the lost node for the controller when its death is known. Two nodes are left."""
     (cli.cwd / "holding.py").write_text(HOLDING)
@@ -157,7 +156,7 @@ def test_a_spare_takes_over_from_a_node_with_a_controller(
     args = option_set(args, "--trainer.total-training-steps", "4")
     args = [*args, "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
     cluster.add_node(**NODE)
-    sizes = ["--controllers", "2", "--trainer.num-processes", "2", "--ray.elastic", str(elastic)]
+    sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
     command = cli.start(*args, "--runtime", "ray", "--ray.address", cluster.address, *sizes)
     watched = Watched(command, cli.cwd / "runs/default", cluster)
     watched.wait_for_a_step()
