@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,11 +246,11 @@ async def test_time_in_which_an_engine_holds_turns_back_does_not_count() -> None
         await run_function(works, make_task(), timeout_s=0.3)
 
 
-async def test_rewards_may_be_numbers_of_numpy() -> None:
-    for reward in (np.float32(0.5), np.int64(2), {"a": np.float32(0.5)}):
-        task = make_task()
-        await run_function(lambda _, reward=reward: reward, task, timeout_s=5)
-        assert task.session.score in (0.5, 2.0)
+@pytest.mark.parametrize("reward", [np.float32(0.5), {"a": np.float32(0.5)}], ids=str)
+async def test_rewards_may_be_numbers_of_numpy(reward: Any) -> None:
+    task = make_task()
+    await run_function(lambda _: reward, task, timeout_s=5)
+    assert task.session.score == 0.5
 
 
 async def test_the_error_of_an_agent_is_short() -> None:

@@ -140,17 +140,14 @@ class ResponsesDialect(Dialect):
         self, messages: list[dict[str, Any]], item: JsonFields
     ) -> list[dict[str, Any]]:
         """Take the results at the end of messages that stand between the calls of one turn, and return them."""
-        turn = self._turns_of_calls.get(str(item.values.get("call_id")))
-        start = len(messages)
-        while start and messages[start - 1]["role"] == "tool":
-            start -= 1
-        results = messages[start:]
-        is_call = item.values.get("type") in ("function_call", "custom_tool_call")
-        if not results or not is_call or turn is None:
-            return []
-        if self._turns_of_calls.get(results[-1]["tool_call_id"]) != turn:
-            return []
-        del messages[start:]
+        results: list[dict[str, Any]] = []
+        if item.values.get("type") not in ("function_call", "custom_tool_call"):
+            return results
+        turn = self._turns_of_calls.get(str(item.values.get("call_id")), "")
+        while messages and messages[-1]["role"] == "tool":
+            if self._turns_of_calls.get(messages[-1]["tool_call_id"]) != turn:
+                break
+            results.insert(0, messages.pop())
         return results
 
     def write_reply(self, call: ChatCall, replies: Sequence[ChatReply]) -> dict[str, Any]:
