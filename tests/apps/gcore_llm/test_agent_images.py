@@ -106,6 +106,14 @@ def test_sessions_of_a_group_may_show_other_pictures(cli: Cli, job: list[str]) -
         assert row["training/rollout_log_probs_diff_max"] < 1e-4
 
 
+@pytest.mark.slow
+def test_vllm_sees_pictures_of_later_turns(vllm_cli: Cli, job: list[str]) -> None:
+    assert vllm_cli(*job, "--rollout.engine", "vllm").code == 0
+    rows = step_rows(vllm_cli.cwd / "runs" / "run")
+    assert len(rows) == 2
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-4 for row in rows)
+
+
 def test_a_model_without_vision_answers_with_400(cli: Cli, job: list[str], chatty: Path) -> None:
     job = option_set(job, "--rollout.agent.run", "agents.py:shows_to_the_blind")
     error = cli.refused(*option_set(job, "--model", str(chatty)))
