@@ -33,16 +33,14 @@ from gcore_rollout.engines.vllm import process as vllm_process
 from gcore_rollout.weight_sync import digests as digests_module
 from gcore_rollout.weight_sync.digests import (
     DeviceReads,
-    DigestedWeights,
-    Promised,
-    all_digests,
-    digest,
-)
-from gcore_rollout.weight_sync.reports import (
     Digest,
+    DigestedWeights,
     Digests,
     HeldTensor,
+    Promised,
+    all_digests,
     check_weights,
+    digest,
 )
 
 pytestmark = VLLM_IMPORT_WARNINGS

@@ -37,8 +37,8 @@ from gcore_rollout import (
     WeightReferences,
     WrongWeightsError,
 )
-from gcore_rollout.weight_sync.digests import all_digests
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
+    all_digests,
     check_weights,
 )
 

@@ -194,6 +194,7 @@ from .sandbox.sandbox import (
 )
 from .weight_sync.digests import (
     DigestedWeights as DigestedWeights,
+    HeldWeights as HeldWeights,
     UnmergedWeights as UnmergedWeights,
 )
 from .weight_sync.history import (
@@ -202,9 +203,6 @@ from .weight_sync.history import (
 from .weight_sync.layout import (
     divide_weights as divide_weights,
     write_part as write_part,
-)
-from .weight_sync.reports import (
-    HeldWeights as HeldWeights,
 )
 from .weight_sync.shared_weights import (
     SharedWeights as SharedWeights,

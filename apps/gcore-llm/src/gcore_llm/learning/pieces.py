@@ -1,6 +1,6 @@
 """A response of several turns in pieces, as the run's page shows it: who wrote each, and what it follows."""
 
-import re
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,17 +10,11 @@ from numpy.typing import NDArray
 from gcore_rollout import Completion
 from gcore_trainer import cut_at_forks
 
-_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
-
-
-def decode_tokens(tokenizer: Any, token_ids: NDArray[np.int64]) -> str:
-    """Return the text with its special tokens; one that is repeated, as for an image, stands once, with its count."""
-    text: str = tokenizer.decode(token_ids)
-    return _REPEATED.sub(lambda m: f"{m[1]}\N{MULTIPLICATION SIGN}{len(m[0]) // len(m[1])}", text)
-
 
 def list_pieces(
-    response: Completion, tokenizer: Any, advantages: NDArray[np.float32] | None
+    response: Completion,
+    decode: Callable[[NDArray[np.int64]], str],
+    advantages: NDArray[np.float32] | None,
 ) -> list[dict[str, Any]]:
     """Return the contiguous runs of tokens that the policy sampled with one version of the weights, or was given.
 
@@ -43,7 +37,7 @@ def list_pieces(
         parent = number_of_last.get(followed, followed)
         for start, stop in pairwise([span_start, *inner, span_stop]):
             piece: dict[str, Any] = {
-                "text": decode_tokens(tokenizer, token_ids[start:stop]),
+                "text": decode(token_ids[start:stop]),
                 "is_sampled": bool(versions[start] >= 0),
                 "parent": parent,
                 "version": int(versions[start]),

@@ -2,10 +2,12 @@
 
 import heapq
 import math
+import re
 import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig
-from gcore_llm.learning.pieces import decode_tokens, list_pieces
+from gcore_llm.learning.pieces import list_pieces
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Completion, Engine, Group, PromptImages, Request, SamplingParams
 from gcore_trainer import (
@@ -41,6 +43,7 @@ _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 """Arrays of a sample that advantages and corrections are made of."""
 _SHARE = 0.02
 _PROBE_TOKENS = 32
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
@@ -388,12 +391,18 @@ def _sample_to_show(
         "prompt_tokens": group.prompt_ids.size,
         "response_tokens": response.token_ids.size,
         "stop": response.end or ("length" if response.is_truncated else "stop"),
-        "prompt": decode_tokens(tokenizer, group.prompt_ids),
-        "response": decode_tokens(tokenizer, response.token_ids),
+        "prompt": _decode(tokenizer, group.prompt_ids),
+        "response": _decode(tokenizer, response.token_ids),
     }
     if response.mask is not None:
-        row["pieces"] = list_pieces(response, tokenizer, advantages)
+        row["pieces"] = list_pieces(response, partial(_decode, tokenizer), advantages)
     return row
+
+
+def _decode(tokenizer: Any, token_ids: NDArray[np.int64]) -> str:
+    """Return the text with its special tokens; one that is repeated, as for an image, stands once, with its count."""
+    text: str = tokenizer.decode(token_ids)
+    return _REPEATED.sub(lambda m: f"{m[1]}\N{MULTIPLICATION SIGN}{len(m[0]) // len(m[1])}", text)
 
 
 def warning(step: int, metrics: Mapping[str, float], bound: float) -> str | None:

@@ -16,13 +16,13 @@ from gcore_rollout.engines.protocol import (
     SampleT,
 )
 from gcore_rollout.errors import WrongWeightsError
-from gcore_rollout.weight_sync.digests import digests_of
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
     Digest,
     Digests,
     HeldTensor,
     HeldWeights,
     check_weights,
+    digests_of,
     get_weights_gpu,
     report_weights,
 )

@@ -19,7 +19,12 @@ from gcore_rollout.engines.protocol import (
     Engine,
 )
 from gcore_rollout.errors import RolloutError
-from gcore_rollout.weight_sync.digests import DigestedWeights, digest, dtype_name
+from gcore_rollout.weight_sync.digests import (
+    Digest,
+    DigestedWeights,
+    digest,
+    dtype_name,
+)
 from gcore_rollout.weight_sync.layout import (
     Layout,
     TensorSpec,
@@ -27,9 +32,6 @@ from gcore_rollout.weight_sync.layout import (
     check_layout,
     host_copy,
     layout_of,
-)
-from gcore_rollout.weight_sync.reports import (
-    Digest,
 )
 
 _MOST_INT32 = 2**31 - 1

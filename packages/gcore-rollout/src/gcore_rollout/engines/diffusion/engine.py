@@ -38,11 +38,11 @@ from gcore_rollout.engines.queueing import (
     sample_seeds,
 )
 from gcore_rollout.errors import EngineModelError, RequestError, RolloutError
-from gcore_rollout.weight_sync.digests import digest_held_tensor
-from gcore_rollout.weight_sync.layout import check_shapes
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
     HeldWeights,
+    digest_held_tensor,
 )
+from gcore_rollout.weight_sync.layout import check_shapes
 
 _Image = QueuedSample[ImageRequest, ImageSample]
 

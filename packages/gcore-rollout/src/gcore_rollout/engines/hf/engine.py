@@ -46,11 +46,11 @@ from gcore_rollout.engines.queueing import (
     uniforms,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
-from gcore_rollout.weight_sync.digests import digest_held_tensor
-from gcore_rollout.weight_sync.layout import iterate_checked
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
     HeldWeights,
+    digest_held_tensor,
 )
+from gcore_rollout.weight_sync.layout import iterate_checked
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 ALL_TOKENS = 2**31 - 1

@@ -21,7 +21,7 @@ from gcore_rollout.engines.protocol import (
     EngineStats,
 )
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
     report_weights,
 )
 

@@ -33,7 +33,7 @@ from gcore_rollout.errors import (
     make_extra_error,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
     HeldWeights,
 )
 from gcore_rollout.weight_sync.shared_weights import gpu_of

@@ -18,9 +18,9 @@ from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.engines.vllm.ranks import gather_tensor
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.digests import digest_held_tensor
-from gcore_rollout.weight_sync.reports import (
+from gcore_rollout.weight_sync.digests import (
     HeldTensor,
+    digest_held_tensor,
 )
 
 if TYPE_CHECKING:
