@@ -89,7 +89,7 @@ def test_train_a_diffusion_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             embedded,
             runs_dir=str(tmp_path),
             device="cpu",
-            data=gcore_diffusion.DiffusionDataConfig(train_batch_size=2),
+            data=replace(embedded.data, train_batch_size=2),
             rollout=replace(embedded.rollout, n=4),
             trainer=gcore_diffusion.DiffusionTrainerConfig(
                 total_training_steps=1, tensorboard=False

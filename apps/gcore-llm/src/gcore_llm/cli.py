@@ -90,7 +90,7 @@ def agent() -> TrainConfig:
         data=replace(config.data, train_batch_size=16, max_response_length=128),
         # Twelve updates a step: samples take long, and updates do not.
         actor=replace(config.actor, ppo_mini_batch_size=4, ppo_epochs=3),
-        trainer=replace(config.trainer, total_training_steps=20),
+        trainer=replace(config.trainer, total_training_steps=24),
     )
 
 
@@ -158,7 +158,7 @@ def parse_train_args(args: Sequence[str]) -> TrainArgs:
 
 def _warm_up_agent() -> TrainArgs:
     """Return the recipe `agent` with a warm-up that leaves something to learn, and has one check: agents are slow."""
-    warmup = WarmupConfig(max_steps=105, batch_size=96, test_freq=105)
+    warmup = WarmupConfig(max_steps=100, batch_size=64, test_freq=100)
     return replace(convert_settings(agent(), TrainArgs), warmup=warmup)
 
 
