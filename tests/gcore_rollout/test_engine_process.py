@@ -414,11 +414,11 @@ async def test_a_replacement_waits_for_the_memory_of_the_dead_engine(tmp_path: P
 async def test_memory_is_waited_for_up_to_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(session, "_MEMORY_WAIT_S", 1.5)
     factory = pickle.dumps(partial(make_when_free, tmp_path))
     with pytest.raises(
         EngineStartError,
-        match=r"^memory was short in 2 attempts to make the engine: .*\(3.5/79.2 GiB",
+        match=r"^memory was short for 1.5 s: .*\(3.5/79.2 GiB",
     ):
         await session.make_engine(factory, None)
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
@@ -33,8 +34,8 @@ BEAT_INTERVAL_S = 0.25
 CONTROL_PATIENCE = 10.0
 """A remote engine may be silent this many times longer during a call other than `Engine.generate`: an update blocks its
 event loop for minutes if the model is large."""
-_MAX_ATTEMPTS = 7
-"""To make an engine where memory is short, within a minute: the first wait is of a second, each other twice as long."""
+_MEMORY_WAIT_S = 60.0
+"""How long an engine whose memory is short is tried again: loading it again and again may take much longer."""
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|(free|available) memory|WorkerProc init", re.IGNORECASE
 )
@@ -162,12 +163,9 @@ async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
         import torch
 
         torch.set_num_threads(num_threads)
-    shortage = ""
-    for attempt in range(_MAX_ATTEMPTS):
-        if shortage:
-            # Without the error, which held what was loaded.
-            gc.collect()
-            await asyncio.sleep(2.0 ** (attempt - 1))
+    end_s: float | None = None
+    wait_s = 1.0
+    while True:
         try:
             engine = pickle.loads(factory)()
             if inspect.isawaitable(engine):
@@ -177,10 +175,16 @@ async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
             if not _NO_MEMORY.search(repr(error)):
                 raise
             shortage = repr(error)
-    raise EngineStartError(
-        f"memory was short in {_MAX_ATTEMPTS} attempts to make the engine: {shortage}; expected that what ran on its "
-        "device before, or else runs there, leaves enough"
-    )
+        end_s = end_s or time.monotonic() + _MEMORY_WAIT_S
+        if time.monotonic() + wait_s > end_s:
+            raise EngineStartError(
+                f"memory was short for {_MEMORY_WAIT_S:g} s: {shortage}; expected that what ran on the engine's device "
+                "before, or else runs there, leaves enough"
+            )
+        # Now that the error is gone, which held what was loaded.
+        gc.collect()
+        await asyncio.sleep(wait_s)
+        wait_s *= 2
 
 
 class EngineSession:
