@@ -72,6 +72,7 @@ def test_completions_are_kept_as_plain_values() -> None:
         "log_probs": np.ndarray,
         "weight_versions": np.ndarray,
         "finish_reason": str,
+        "agents": dict,
         "score": float,
         "parts": dict,
     }

@@ -653,8 +653,8 @@ def test_a_folder_that_is_not_a_run(cli: Cli, command: list[str]) -> None:
 
 def test_commands(cli: Cli) -> None:
     known = (
-        "expected one of train, sft, reward-model, dpo, sample, eval, report, trace, logs, doctor, simulate, "
-        "from-verl, from-trl, compare-with"
+        "expected one of train, sft, reward-model, dpo, sample, eval, simulate, from-verl, from-trl, compare-with, "
+        "report, trace, logs, doctor"
     )
     assert f"unknown command 'trian'; {known}" in cli.refused("trian")
     usage = cli.ok("--help")

@@ -88,6 +88,7 @@ from .objectives.policy import (
     PolicyTokens as PolicyTokens,
     kl_penalty as kl_penalty,
     policy_loss as policy_loss,
+    policy_loss_function as policy_loss_function,
 )
 from .objectives.supervised import (
     DPOObjective as DPOObjective,
