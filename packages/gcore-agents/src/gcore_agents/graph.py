@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from gcore_agents.chat.images import digest_image, list_images
+from gcore_agents.chat.images import list_images
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and other fields that the model's chat template knows."""
@@ -63,10 +63,11 @@ def _text(content: Any) -> Any:
     if not isinstance(content, list | tuple):
         return content
     texts = [""]
-    parts: list[str] = []
+    parts: list[str | bytes] = []
     for part in content:
         if "image" in part:
-            parts += [texts[-1].strip(), digest_image(part["image"])]
+            # The file itself: a session has one copy of each, so that comparing them is immediate.
+            parts += [texts[-1].strip(), part["image"]]
             texts.append("")
         elif part.get("type", "text") != "text":
             return content
@@ -156,12 +157,15 @@ class MessageNode:
             self.keys_with_stop = [message_key({**message, "content": content})]
         self.num_tokens: int = len(self.token_ids)
         """Tokens of the whole path to this node, its own included."""
+        self.num_images: int = len(self.image_starts)
+        """Images of the whole path."""
         self.num_turns: int = int(self.is_turn)
         """Turns on the path to this node, itself included."""
         self.depth: int = 0
         """Nodes on the path to this node, itself included; of the root 0."""
         if self.parent is not None:
             self.num_tokens += self.parent.num_tokens
+            self.num_images += self.parent.num_images
             self.num_turns += self.parent.num_turns
             self.depth = self.parent.depth + 1
 

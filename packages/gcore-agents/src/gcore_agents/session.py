@@ -311,7 +311,7 @@ class Session:
         graph = self.graph
         if call.prompt_ids:
             node = graph.find_tokens(call.prompt_ids)
-            if node.path_images()[0]:
+            if node.num_images:
                 raise CallError(
                     "prompt continues messages with images; expected tokens of text, which say what they are",
                     field="prompt",
@@ -341,7 +341,7 @@ class Session:
                     last_token=node.token_ids[-1] if node.token_ids else -1,
                     turn=node.messages[0],
                     tools=call.tools,
-                    num_images=len(node.path_images()[0]),
+                    num_images=node.num_images,
                 )
                 return node, further, added
             prompt_ids = self.encoder.first(messages, tools=call.tools)
@@ -421,8 +421,8 @@ class Session:
             return self._final_reply(context)
         self._num_calls += 1
         options: dict[str, Any] = {}
-        images, image_starts = context.path_images()
-        if images:
+        if context.num_images:
+            images, image_starts = context.path_images()
             options = {"images": images, "image_starts": image_starts}
         start_s = self.clock.now_s()
         try:

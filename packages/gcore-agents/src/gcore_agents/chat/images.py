@@ -45,15 +45,15 @@ class ImageProcessor(Protocol):
 
 def join_parts(parts: Sequence[str | bytes]) -> str | list[dict[str, Any]]:
     """Return the content of texts and image files in a row; texts next to each other are joined by line ends."""
+    if bytes not in map(type, parts):
+        return "\n".join(map(str, parts))
     content: list[dict[str, Any]] = []
     for kind, run in groupby(parts, type):
         if kind is bytes:
             content += [{"type": "image", "image": image} for image in run]
         else:
             content.append({"type": "text", "text": "\n".join(map(str, run))})
-    if bytes in map(type, parts):
-        return content
-    return content[0]["text"] if content else ""
+    return content
 
 
 def list_images(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
