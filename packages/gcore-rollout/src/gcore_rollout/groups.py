@@ -89,6 +89,7 @@ class Group:
         games. There is no division by a standard deviation.
         """
         session_means = values_by_name(response.mean_credit() for response in self.responses)
+        baselines = {agent: np.float32(np.mean(means)) for agent, means in session_means.items()}
         advantages: list[NDArray[np.float32] | None] = []
         for response in self.responses:
             credit = response.credit
@@ -96,7 +97,7 @@ class Group:
                 credit = credit.copy()
                 for agent, spans in response.agents.items():
                     for start, stop in spans:
-                        credit[start:stop] -= np.float32(np.mean(session_means[agent]))
+                        credit[start:stop] -= baselines[agent]
             advantages.append(credit)
         return advantages
 
