@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gcore_agents.chat.messages import make_turn_message
 from gcore_agents.conformance.wire.client import (
     WireClient,
     WireReply,
@@ -12,7 +13,6 @@ from gcore_agents.conformance.wire.client import (
     label_calls,
     label_reply,
     make_call,
-    make_message,
     write_options,
 )
 from gcore_agents.graph import Message
@@ -50,7 +50,9 @@ class ChatClient(WireClient):
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
             replies.append(
                 WireReply(
-                    message=make_message(message.get("content") or "", reasoning, calls),
+                    message=make_turn_message(
+                        message.get("content") or "", reasoning=reasoning, calls=calls
+                    ),
                     finish_reason=choice["finish_reason"],
                     prompt_tokens=usage.get("prompt_tokens", 0),
                     completion_tokens=usage.get("completion_tokens", 0),

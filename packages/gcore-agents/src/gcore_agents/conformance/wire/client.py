@@ -192,16 +192,6 @@ def make_call(name: str, arguments: str | Mapping[str, Any], call_id: str) -> di
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
-def make_message(text: str, reasoning: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a turn as a message."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
 def label_calls(calls: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the ids of calls by their labels."""
     return {f"call:{number}": call["id"] for number, call in enumerate(calls)}

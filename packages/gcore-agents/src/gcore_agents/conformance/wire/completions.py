@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gcore_agents.chat.messages import make_turn_message
 from gcore_agents.conformance.wire.chat import read_ids
 from gcore_agents.conformance.wire.client import (
     WireClient,
@@ -10,7 +11,6 @@ from gcore_agents.conformance.wire.client import (
     WireRequest,
     join_choices,
     label_reply,
-    make_message,
     write_options,
 )
 
@@ -35,7 +35,7 @@ class CompletionsClient(WireClient):
         replies: list[WireReply] = []
         for number, choice in enumerate(body["choices"]):
             reply = WireReply(
-                message=make_message(choice["text"], "", ()),
+                message=make_turn_message(choice["text"]),
                 finish_reason=choice["finish_reason"],
                 prompt_tokens=usage.get("prompt_tokens", 0),
                 completion_tokens=usage.get("completion_tokens", 0),

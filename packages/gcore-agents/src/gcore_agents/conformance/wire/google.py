@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gcore_agents.chat.messages import make_turn_message
 from gcore_agents.conformance.wire.client import (
     WireClient,
     WireReply,
@@ -11,7 +12,6 @@ from gcore_agents.conformance.wire.client import (
     label_calls,
     label_reply,
     make_call,
-    make_message,
 )
 from gcore_agents.graph import Message
 
@@ -73,7 +73,7 @@ class GoogleClient(WireClient):
                 finish_reason = "tool_calls"
             replies.append(
                 WireReply(
-                    message=make_message(text, reasoning, calls),
+                    message=make_turn_message(text, reasoning=reasoning, calls=calls),
                     finish_reason=finish_reason,
                     prompt_tokens=usage.get("promptTokenCount", 0),
                     completion_tokens=usage.get("candidatesTokenCount", 0),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gcore_agents.chat.messages import make_turn_message
 from gcore_agents.conformance.wire.client import (
     WireClient,
     WireReply,
@@ -10,7 +11,6 @@ from gcore_agents.conformance.wire.client import (
     WriteStyle,
     label_calls,
     make_call,
-    make_message,
 )
 from gcore_agents.graph import Message
 
@@ -66,7 +66,7 @@ class ResponsesClient(WireClient):
             finish_reason = "length"
         usage = body.get("usage") or {}
         reply = WireReply(
-            message=make_message(text, reasoning, calls),
+            message=make_turn_message(text, reasoning=reasoning, calls=calls),
             finish_reason=finish_reason,
             prompt_tokens=usage.get("input_tokens", 0),
             completion_tokens=usage.get("output_tokens", 0),
