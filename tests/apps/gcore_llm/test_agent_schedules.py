@@ -84,6 +84,21 @@ def test_one_step_off_changes_weights_between_sessions(cli: Cli, agent_args: lis
         assert len({version for versions in turns for version in versions}) == 1
 
 
+def check_versions(run: Path) -> None:
+    """Versions of a conversation never fall, some have several, and engine and trainer agree on those of one."""
+    num_mixed = 0
+    for turns in turn_versions(run):
+        versions = [version for turn in turns for version in turn]
+        assert versions == sorted(versions)
+        num_mixed += len(set(versions)) > 1
+    assert num_mixed > 0
+    # Rows of batches that are by the present weights alone.
+    compared = [row for row in step_rows(run) if row["training/rollout_probs_diff_valid"]]
+    assert compared
+    for row in compared:
+        assert row["training/rollout_log_probs_diff_max"] < 1e-4
+
+
 @pytest.mark.slow
 def test_async_changes_weights_in_the_middle_of_sessions(cli: Cli, agent_args: list[str]) -> None:
     """Versions of a conversation never fall, and some conversations are by several."""
@@ -95,17 +110,7 @@ def test_async_changes_weights_in_the_middle_of_sessions(cli: Cli, agent_args: l
     staleness = [step - row["sampling/oldest_version"] for step, row in enumerate(rows)]
     assert staleness[0] == 0
     assert 1 <= max(staleness) <= 2
-    num_mixed = 0
-    for turns in turn_versions(run):
-        versions = [version for turn in turns for version in turn]
-        assert versions == sorted(versions)
-        num_mixed += len(set(versions)) > 1
-    assert num_mixed > 0
-    # Rows of batches that are by the present weights alone.
-    compared = [row for row in rows if row["training/rollout_probs_diff_valid"]]
-    assert compared
-    for row in compared:
-        assert row["training/rollout_log_probs_diff_max"] < 1e-4
+    check_versions(run)
 
 
 def use_uneven(args: list[str], *options: str) -> list[str]:
@@ -139,16 +144,7 @@ def test_long_sessions_go_on_in_the_next_step(
     check_trained_once(run)
     rows = step_rows(run)
     assert max(row["sampling/unfinished_groups"] for row in rows) > 0
-    compared = [row for row in rows if row["training/rollout_probs_diff_valid"]]
-    assert compared
-    for row in compared:
-        assert row["training/rollout_log_probs_diff_max"] < 1e-4
-    num_mixed = 0
-    for turns in turn_versions(run):
-        versions = [version for turn in turns for version in turn]
-        assert versions == sorted(versions)
-        num_mixed += len(set(versions)) > 1
-    assert num_mixed > 0
+    check_versions(run)
     spans = [
         row["weight_version"] - row["oldest_version"] for row in read_rows(run / "samples.jsonl")
     ]
