@@ -46,10 +46,7 @@ from gcore_rollout.engines.diffusion.engine import DiffusersEngine, image_genera
 from gcore_rollout.engines.diffusion.kernels import Transition
 from gcore_rollout.engines.diffusion.recording import load_pipeline, weight_variant
 from gcore_rollout.engines.diffusion.text_encoders import cut_prompts
-from gcore_rollout.weight_sync.digests import (
-    all_digests,
-    check_weights,
-)
+from gcore_rollout.weight_sync.digests import all_digests, check_weights
 from gcore_trainer import Denoiser
 
 

@@ -37,10 +37,7 @@ from gcore_rollout import (
     WeightReferences,
     WrongWeightsError,
 )
-from gcore_rollout.weight_sync.digests import (
-    all_digests,
-    check_weights,
-)
+from gcore_rollout.weight_sync.digests import all_digests, check_weights
 
 pytestmark = [
     pytest.mark.slow,

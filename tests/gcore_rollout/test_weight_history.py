@@ -20,10 +20,7 @@ from gcore_rollout import (
     WrongWeightsError,
     divide_weights,
 )
-from gcore_rollout.weight_sync.digests import (
-    HeldWeights,
-    digest_held_tensor,
-)
+from gcore_rollout.weight_sync.digests import HeldWeights, digest_held_tensor
 from gcore_rollout.weight_sync.history import WeightHistory
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights, WeightMirror
 from gcore_trainer import LoRAConfig, merge_lora

@@ -9,12 +9,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, MutableMapping, S
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
-from gcore_rollout.engines.protocol import (
-    Engine,
-    EngineStats,
-    RequestT,
-    SampleT,
-)
+from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.errors import WrongWeightsError
 from gcore_rollout.weight_sync.digests import (
     Digest,

@@ -27,11 +27,7 @@ from gcore_rollout.engines.replica import (
 )
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.weight_sync.digests import Digests, check_weights, get_weights_gpu
-from gcore_rollout.weight_sync.shared_weights import (
-    SharedWeights,
-    choose_sources,
-    copy_weights,
-)
+from gcore_rollout.weight_sync.shared_weights import SharedWeights, choose_sources, copy_weights
 
 
 class EngineReplicas(Generic[RequestT, SampleT]):

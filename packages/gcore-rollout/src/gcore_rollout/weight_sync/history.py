@@ -13,12 +13,7 @@ from itertools import chain
 
 import torch
 
-from gcore_rollout.weight_sync.digests import (
-    Digest,
-    Digests,
-    UnmergedWeights,
-    digests_of,
-)
+from gcore_rollout.weight_sync.digests import Digest, Digests, UnmergedWeights, digests_of
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy
 from gcore_rollout.weight_sync.updates import (
     A_OF,

@@ -15,11 +15,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gcore_rollout.errors import RolloutError, require
-from gcore_rollout.weight_sync.digests import (
-    DigestedWeights,
-    Digests,
-    digests_of,
-)
+from gcore_rollout.weight_sync.digests import DigestedWeights, Digests, digests_of
 from gcore_rollout.weight_sync.layout import Layout, Packing, unpack
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name

@@ -15,16 +15,9 @@ from itertools import chain
 import numpy as np
 import torch
 
-from gcore_rollout.engines.protocol import (
-    Engine,
-)
+from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.errors import RolloutError
-from gcore_rollout.weight_sync.digests import (
-    Digest,
-    DigestedWeights,
-    digest,
-    dtype_name,
-)
+from gcore_rollout.weight_sync.digests import Digest, DigestedWeights, digest, dtype_name
 from gcore_rollout.weight_sync.layout import (
     Layout,
     TensorSpec,

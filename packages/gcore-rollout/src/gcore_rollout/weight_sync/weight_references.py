@@ -10,11 +10,7 @@ from typing import Any, Self
 import torch
 
 from gcore_rollout.errors import make_extra_error, require
-from gcore_rollout.weight_sync.digests import (
-    Digest,
-    Digests,
-    digests_of,
-)
+from gcore_rollout.weight_sync.digests import Digest, Digests, digests_of
 from gcore_rollout.weight_sync.layout import Layout, group_into_buckets, layout_of
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.

@@ -38,10 +38,7 @@ from gcore_rollout.engines.queueing import (
     sample_seeds,
 )
 from gcore_rollout.errors import EngineModelError, RequestError, RolloutError
-from gcore_rollout.weight_sync.digests import (
-    HeldWeights,
-    digest_held_tensor,
-)
+from gcore_rollout.weight_sync.digests import HeldWeights, digest_held_tensor
 from gcore_rollout.weight_sync.layout import check_shapes
 
 _Image = QueuedSample[ImageRequest, ImageSample]

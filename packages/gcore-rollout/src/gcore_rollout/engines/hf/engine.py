@@ -26,12 +26,7 @@ from gcore_rollout.engines.hf.decoding import (
 )
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.host_weights import HostWeights
-from gcore_rollout.engines.protocol import (
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from gcore_rollout.engines.protocol import Completion, FinishReason, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
@@ -46,10 +41,7 @@ from gcore_rollout.engines.queueing import (
     uniforms,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
-from gcore_rollout.weight_sync.digests import (
-    HeldWeights,
-    digest_held_tensor,
-)
+from gcore_rollout.weight_sync.digests import HeldWeights, digest_held_tensor
 from gcore_rollout.weight_sync.layout import iterate_checked
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 

@@ -17,10 +17,7 @@ from gcore_rollout.engines.protocol import (
 )
 from gcore_rollout.engines.remote import session
 from gcore_rollout.errors import EngineDiedError, RolloutError
-from gcore_rollout.weight_sync.digests import (
-    HeldWeights,
-    report_weights,
-)
+from gcore_rollout.weight_sync.digests import HeldWeights, report_weights
 
 END_TIMEOUT_S = 10.0
 

@@ -25,9 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
 from gcore_rollout.engines.remote.session import EngineCall, EngineSession, Setup, make_engine
 from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.weight_sync.digests import (
-    get_weights_gpu,
-)
+from gcore_rollout.weight_sync.digests import get_weights_gpu
 
 if TYPE_CHECKING:
     import torch

@@ -15,16 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gcore_rollout.engines.protocol import (
-    AnyRequest,
-    AnySample,
-    Engine,
-    EngineStats,
-)
+from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
-from gcore_rollout.weight_sync.digests import (
-    report_weights,
-)
+from gcore_rollout.weight_sync.digests import report_weights
 
 if TYPE_CHECKING:
     import torch

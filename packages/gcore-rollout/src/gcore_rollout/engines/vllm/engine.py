@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gcore_rollout.engines.protocol import (
-    Completion,
-    EngineStats,
-    Request,
-)
+from gcore_rollout.engines.protocol import Completion, EngineStats, Request
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
@@ -26,16 +22,9 @@ from gcore_rollout.engines.queueing import (
     check_max_num_seqs,
 )
 from gcore_rollout.engines.vllm import options, process, ranks, translation
-from gcore_rollout.errors import (
-    EngineDiedError,
-    EngineModelError,
-    RolloutError,
-    make_extra_error,
-)
+from gcore_rollout.errors import EngineDiedError, EngineModelError, RolloutError, make_extra_error
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.digests import (
-    HeldWeights,
-)
+from gcore_rollout.weight_sync.digests import HeldWeights
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 if TYPE_CHECKING:

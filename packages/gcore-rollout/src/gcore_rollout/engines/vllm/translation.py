@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from gcore_rollout.engines.protocol import (
-    FinishReason,
-    Request,
-)
+from gcore_rollout.engines.protocol import FinishReason, Request
 from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.engines.vllm.ranks import gather_tensor
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.digests import (
-    HeldTensor,
-    digest_held_tensor,
-)
+from gcore_rollout.weight_sync.digests import HeldTensor, digest_held_tensor
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
