@@ -1,6 +1,8 @@
 """What the ranks do in `test_sliced_weights.py`: models loaded whole and by slices, sharded by FSDP2."""
 
+import errno
 import logging
+import os
 import sys
 import threading
 import time
@@ -88,7 +90,7 @@ def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
 
 
 def waits_in_a_save(rank: Rank, path: str, to: str, file_bytes: int) -> dict[str, int]:
-    """How often a rank was in which function while the first one wrote files, each of which takes a second."""
+    """How often a rank was in which function while the first one wrote its files, each of which takes a second."""
     trainer = TorchTrainer(
         PackedModel.from_pretrained(path, sharded=True),
         optimizer=OptimizerConfig(),
@@ -107,7 +109,8 @@ def waits_in_a_save(rank: Rank, path: str, to: str, file_bytes: int) -> dict[str
                 frame = frame.f_back
 
     def save_slowly(tensors: dict[str, torch.Tensor], file: Any, **options: Any) -> None:
-        time.sleep(1)
+        if rank.number == 0:
+            time.sleep(1)
         save_file(tensors, file, **options)
 
     watcher = threading.Thread(target=watch)
@@ -137,3 +140,29 @@ def peak_bytes_of_export(
     with mock.patch.object(streamed_folder, "MAX_FILE_BYTES", file_bytes), growing(PRIVATE) as peak:
         trainer.save_pretrained(to)
     return peak[0], {dtype for dtype, _ in exported}, sum(size for _, size in exported)
+
+
+def save_by_shares(
+    rank: Rank, path: str, to: str, file_bytes: int, options: dict[str, Any], failing: int | None
+) -> list[str]:
+    """Save a sharded model, and return the names of the tensors that this rank wrote; the disk of one may be full."""
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(path, sharded=True, **options),
+        optimizer=OptimizerConfig(),
+        objective=SFTObjective(),
+        parallel=TorchParallel.join(ParallelConfig()),
+    )
+    written: list[str] = []
+
+    def save_or_fail(tensors: dict[str, torch.Tensor], file: Any, **metadata: Any) -> None:
+        if rank.number == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.extend(tensors)
+        save_file(tensors, file, **metadata)
+
+    with (
+        mock.patch.object(streamed_folder, "MAX_FILE_BYTES", file_bytes),
+        mock.patch.object(streamed_folder, "save_file", save_or_fail),
+    ):
+        trainer.save_pretrained(to)
+    return written

@@ -343,7 +343,7 @@ def test_an_error_of_one_rank_is_raised_by_all(rank_server: RankServer, qwen2: P
         {},
     )
     first, second = rank_server.shared(2).errors("train", *arguments, size=2)
-    assert first.startswith("BatchError: data-parallel rank 1: advantages is None")
+    assert first.startswith("BatchError: rank 1: advantages is None")
     assert second.startswith("BatchError: advantages is None")
 
 

@@ -88,6 +88,8 @@ def test_transformers_loads_what_is_saved(
     rank_server.shared().run(
         "megatron_saves", str(path), layout, {}, str(tmp_path / "saved"), size=4
     )
+    # Each rank has written one.
+    assert len(list((tmp_path / "saved").glob("model-*-of-00004.safetensors"))) == 4
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     model, info = loaded

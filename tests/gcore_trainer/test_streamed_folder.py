@@ -1,6 +1,7 @@
 """Folders that are written a file at a time are those of transformers' `save_pretrained`."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,5 +48,43 @@ def test_folders_are_those_of_transformers(
     loaded, original = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()
         for path in (folder, tmp_path / "model")
+    )
+    torch.testing.assert_close(loaded, original, rtol=0, atol=0)
+
+
+def test_a_folder_is_complete_once_it_has_its_name(tmp_path: Path) -> None:
+    """Whatever fails meanwhile."""
+    packed = PackedModel.from_pretrained(
+        save_model(tiny_config("qwen2"), tmp_path / "model", seed=0)
+    )
+    folder = tmp_path / "export"
+
+    def stop_in_the_middle() -> Iterator[tuple[str, torch.Tensor]]:
+        assert not folder.exists()
+        yield from list(packed.named_parameters().items())[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packed.save_pretrained(folder, stop_in_the_middle(), Replicas())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_files_of_a_folder_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the model, of which no more are left than it has; and the others stay."""
+    folder = tmp_path / "export"
+    for model_type, file_bytes in [("qwen3_moe", 1 << 12), ("qwen2", 1 << 14)]:
+        path = save_model(tiny_config(model_type), tmp_path / model_type, seed=0)
+        packed = PackedModel.from_pretrained(path)
+        monkeypatch.setattr(streamed_folder, "MAX_FILE_BYTES", file_bytes)
+        packed.save_pretrained(folder, iter(packed.named_parameters().items()), Replicas())
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"")
+    [index] = folder.glob("*.index.json")
+    files = set(json.loads(index.read_text())["weight_map"].values())
+    others = {"tokenizer.json", "adapter_model.safetensors", "config.json"}
+    others |= {"generation_config.json", index.name}
+    assert {path.name for path in folder.iterdir()} == files | others
+    loaded, original = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, path)
     )
     torch.testing.assert_close(loaded, original, rtol=0, atol=0)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, StateError, TrainerError
@@ -59,13 +60,13 @@ class Replicas:
         """Gather what every replica computes; if one raises an error, all do, so that none waits for another."""
         try:
             value = compute()
-        except TrainerError as error:
+        except (TrainerError, OSError, SafetensorError) as error:
             self.gather((None, error))
             raise
         everyones = self.gather((value, None))
         for rank, (_, error) in enumerate(everyones):
-            if error is not None:
-                raise type(error)(f"data-parallel rank {rank}: {error}")
+            if error is not None and self._group is not None:
+                raise type(error)(f"rank {dist.get_global_rank(self._group, rank)}: {error}")
         return [value for value, _ in everyones]
 
 
@@ -319,7 +320,13 @@ class Trainer(BaseTrainer, ABC):
 
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
-        """Write a Hugging Face folder that ``from_pretrained`` loads; all ranks call it, one writes."""
+        """Write a Hugging Face folder that ``from_pretrained`` loads. All ranks call it, and each writes a share.
+
+        They all see the folder, which has its name once it is complete.
+
+        Raises:
+            OSError, safetensors.SafetensorError: a rank cannot write; all of them raise it.
+        """
 
     def save_adapters(self, path: str | Path) -> None:
         """Write the adapters alone, a folder of peft's; all ranks call it, one writes; `ConfigError` if it has none."""
@@ -422,7 +429,6 @@ class TorchTrainer(Trainer):
         self._check_awake()
         ranks = Replicas(self._parallel and dist.group.WORLD)
         self._model.save_pretrained(path, self.export_weights(), ranks)
-        ranks.gather(None)
 
     def _backward(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 
 from gcore_trainer.errors import StateError, UnsupportedModelError
 from gcore_trainer.megatron.pieces import TensorPiece
-from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files, write_tensors
+from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files, write_folder
 
 if TYPE_CHECKING:
     from gcore_trainer.trainer import Replicas
@@ -108,7 +108,7 @@ def num_parameters(folder: Path) -> int:
     return total
 
 
-def write_folder(
+def save_weights(
     folder: Path,
     source: Path,
     hf_config: Any,
@@ -117,26 +117,22 @@ def write_folder(
     *,
     is_classifier: bool,
 ) -> None:
-    """Write a folder that ``from_pretrained`` loads, with no more than one file's weights in memory.
-
-    All ``ranks`` call it, one writes.
-    """
-    dtype = write_tensors(folder, _split_experts(weights), ranks)
-    if ranks.rank:
-        return
-    hf_config = copy.deepcopy(hf_config)
-    names = (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-        if is_classifier
-        else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    )
-    hf_config.architectures = [names[hf_config.model_type]]
+    """Write a folder that ``from_pretrained`` loads; all ``ranks`` call it, see `write_folder`."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if is_classifier:
-        hf_config.num_labels = 1
-    if (source / "generation_config.json").exists() and source.resolve() != folder.resolve():
-        shutil.copy(source / "generation_config.json", folder)
-    hf_config.dtype = dtype
-    hf_config.save_pretrained(folder)
+        names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    def write_config(path: Path, dtype: torch.dtype) -> None:
+        config = copy.deepcopy(hf_config)
+        config.architectures = [names[config.model_type]]
+        if is_classifier:
+            config.num_labels = 1
+        config.dtype = dtype
+        config.save_pretrained(path)
+        if (source / "generation_config.json").exists():
+            shutil.copy(source / "generation_config.json", path)
+
+    write_folder(folder, _split_experts(weights), ranks, write_config)
 
 
 def _split_experts(

@@ -34,7 +34,7 @@ from gcore_trainer.megatron.features import (
     recompute_options,
     uses_transformer_engine,
 )
-from gcore_trainer.megatron.hf_files import load_weights, num_parameters, write_folder
+from gcore_trainer.megatron.hf_files import load_weights, num_parameters, save_weights
 from gcore_trainer.megatron.model import make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import gather_weights, pieces_of
@@ -214,16 +214,14 @@ class MegatronTrainer(Trainer):
         return self._gather(self._pieces)
 
     def save_pretrained(self, path: str | Path) -> None:
-        ranks = Replicas(dist.group.WORLD)
-        write_folder(
+        save_weights(
             Path(path),
             self._path,
             self._architecture.hf_config,
             self.export_weights(),
-            ranks,
+            Replicas(dist.group.WORLD),
             is_classifier=self._has_value_head,
         )
-        ranks.gather(None)
 
     def _backward(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals

@@ -26,7 +26,7 @@ from gcore_trainer.packing.head import token_scores
 from gcore_trainer.packing.linear_attention import mix_by_sequence
 from gcore_trainer.packing.router_replay import ReplayedRouter, Routing, check_routing
 from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows, window_of
-from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
+from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
 from gcore_trainer.torch.optimizer import AdamW, make_adamw
@@ -275,10 +275,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         weights: Iterable[tuple[str, torch.Tensor]],
         ranks: "Replicas",
     ) -> None:
-        """Write a Hugging Face folder of full tensors, one file at a time. All ``ranks`` call it, one writes."""
+        """Write a Hugging Face folder of full tensors. All ``ranks`` call it; each writes a share, a file at a time."""
         save_streamed(self.model, Path(path), weights, ranks)
-        if self.vision is not None and not ranks.rank:
-            copy_processor(Path(self.model.name_or_path), Path(path))
 
     def divide_tokens(self, context: ContextParallel) -> None:
         """Compute a part of every row on each of several ranks, whose gradients are then to be summed.
