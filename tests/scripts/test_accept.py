@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from acceptance import command, wheels
@@ -29,18 +30,21 @@ def accept(*options: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+def accept_small(out: Path, parts: str) -> dict[str, Any]:
+    """Run parts on a CPU with tiny shapes, and return the report."""
+    finished = accept("--device", "cpu", "--small", "--out", str(out), "--strict", "--parts", parts)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return json.loads((out / "gpu-report.json").read_text())
+
+
 @pytest.mark.slow
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
-    finished = accept("--device", "cpu", "--small", "--out", str(tmp_path), "--strict")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    report = json.loads((tmp_path / "gpu-report.json").read_text())
+    """But for the one with several ranks, which has a test of its own."""
+    numbers = [part.number for part in PARTS if part.name != "multi"]
+    report = accept_small(tmp_path, ",".join(map(str, numbers)))
     assert report["machine"]["device"] == "cpu"
     assert {"torch", "transformers", "commit", "date", "host"} <= report["machine"].keys()
-    assert (
-        [part["number"] for part in report["parts"]]
-        == [part.number for part in PARTS]
-        == list(range(1, 14))
-    )
+    assert [part["number"] for part in report["parts"]] == numbers == list(range(1, 14))
     for part in report["parts"]:
         assert part["status"] in ("met", "measured"), part
         assert part["figures"]
@@ -52,7 +56,38 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     assert verdicts["engine: tokens that differ after waking"] is True
     assert verdicts["tokens a second"] is None
     text = (tmp_path / "gpu-report.md").read_text()
-    assert all(f"## {part.number}. {part.name}: " in text for part in PARTS)
+    assert all(f"## {part.number}. {part.name}: " in text for part in PARTS if part.name != "multi")
+
+
+LAYOUTS = (
+    "FSDP2 of 2",
+    "FSDP2 of 4",
+    "HSDP of 4",
+    "Ulysses of 2",
+    "ring of 2",
+    "ring x Ulysses of 4",
+    "Megatron TP of 2",
+    "Megatron PP of 2",
+    "Megatron EP of 2",
+    "Megatron TP x PP of 4",
+    "Megatron TP x EP x PP of 4",
+)
+
+
+@pytest.mark.slow
+def test_several_ranks_on_a_cpu(tmp_path: Path) -> None:
+    [part] = accept_small(tmp_path, "multi")["parts"]
+    assert (part["number"], part["status"], part["errors"]) == (14, "met", [])
+    verdicts = {figure["name"]: figure["is_met"] for figure in part["figures"]}
+    for layout in LAYOUTS:
+        for name in ("loss", "share of the gradient norm", "weight"):
+            assert verdicts[f"{layout}, float32: largest difference, {name}"] is True
+    assert verdicts["shared memory: tensors that differ"] is True
+    assert verdicts["engine's head in float32: mean difference"] is True
+    assert verdicts["kill: until the other rank fails"] is True
+    assert verdicts["stop: until the other rank fails"] is True
+    for check in ("cuda_ipc", "out_of_memory", "nccl", "nccl_timeout"):
+        assert f"{check}: needs CUDA." in part["notes"]
 
 
 BAD_PARTS = """
@@ -97,13 +132,13 @@ def test_help_names_every_part() -> None:
     assert all(f" {part.number} {part.name}\n" in finished.stdout for part in PARTS)
 
 
-@pytest.mark.parametrize("parts", ["14", "x", "1,,2", ""])
+@pytest.mark.parametrize("parts", ["15", "x", "1,,2", "multi,", ""])
 def test_parts_that_do_not_exist_are_refused(
     parts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--parts", parts])
-    assert "expected numbers of 1 to 13, with commas between them" in capsys.readouterr().err
+    assert "expected numbers of 1 to 14 or names" in capsys.readouterr().err
 
 
 def test_without_time_parts_are_not_run(tmp_path: Path) -> None:
@@ -114,6 +149,12 @@ def test_without_time_parts_are_not_run(tmp_path: Path) -> None:
         (4, "not run"),
     ]
     assert main([*options, "--strict"]) == 1
+    # By name, and all of them by default.
+    options[options.index("4,2")] = "multi,1"
+    assert main(options) == 0
+    assert [r.number for r in read_results(tmp_path)] == [1, 2, 4, 14]
+    assert main([option for option in options if option not in ("--parts", "multi,1")]) == 0
+    assert [r.number for r in read_results(tmp_path)] == list(range(1, 15))
 
 
 def test_what_does_not_start_fails_alone(

@@ -19,7 +19,7 @@ from acceptance.report import Figure, Result, number, read_results, write_result
 from acceptance.wheels import WheelError, download, install
 
 _DESCRIPTION = """\
-Measure gcore on one GPU, in thirteen parts, and write gpu-report.md and gpu-report.json.
+Measure gcore on one GPU, in fourteen parts, and write gpu-report.md and gpu-report.json.
 
 It needs torch 2.11 or newer with CUDA, transformers 5, and no network: models are random, in the shapes of Qwen2.5.
 The packages are used from their source folders. What else they need is installed from a folder of wheels:
@@ -33,6 +33,7 @@ after each part. Calls with the same --out and other --parts add to one report, 
   scripts/gpu/accept --out report --parts 1,2,4,5 --budget-minutes 9
   scripts/gpu/accept --out report --parts 3 --budget-minutes 9
   scripts/gpu/accept --out report --parts 6,7,8,9,10,11,12,13 --budget-minutes 9
+  scripts/gpu/accept --out report --parts multi --budget-minutes 9
 
 The exit code is 0 when the run is complete, whatever it has measured; with --strict 1 if a part failed, was not run or
 missed an aim.
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--parts",
         type=_numbers,
         default=[p.number for p in PARTS],
-        help="such as 1,3,5 (default: all)",
+        help="such as 1,3,multi (default: all)",
     )
     parser.add_argument(
         "--budget-minutes", type=float, default=25.0, help="most minutes of all parts (default: 25)"
@@ -127,16 +128,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> list[int]:
-    known = {part.number for part in PARTS}
-    try:
-        numbers = {int(word) for word in text.split(",")}
-    except ValueError:
-        numbers = {0}
-    if not numbers <= known:
+    numbers: dict[str, int] = {}
+    for part in PARTS:
+        numbers |= {part.name: part.number, str(part.number): part.number}
+    words = text.split(",")
+    if not numbers.keys() >= set(words):
         raise argparse.ArgumentTypeError(
-            f"{text!r}; expected numbers of 1 to {max(known)}, with commas between them"
+            f"{text!r}; expected numbers of 1 to {max(numbers.values())} or names without a comma, such as multi, with "
+            "commas between them"
         )
-    return sorted(numbers)
+    return sorted({numbers[word] for word in words})
 
 
 def _printer() -> Say:
@@ -159,9 +160,12 @@ def _environment(needs: Path, *, small: bool) -> dict[str, str]:
     # Last: what the image has comes first where both have it.
     path = [*sources, *filter(None, [os.environ.get("PYTHONPATH")]), str(needs)]
     threads = {"OMP_NUM_THREADS": "1"} if small else {}
+    # Without it, a process that has looked for CUDA cannot be forked to use it.
+    by_nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     # As the commands of gcore do.
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {
+        **by_nvml,
         **allocator,
         **os.environ,
         **threads,

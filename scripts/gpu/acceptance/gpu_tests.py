@@ -16,6 +16,8 @@ _ELSEWHERE = (
     "tests/gcore_trainer/test_token_scores.py",
 )
 """Other files with tests that need a GPU."""
+_QUICK = ("tests/gpu/test_head.py", "tests/gpu/test_memory.py")
+"""Files of a small run on a CPU; the suite of the repository runs all of them there."""
 _SETTINGS = """\
 [pytest]
 asyncio_mode = auto
@@ -28,12 +30,17 @@ markers =
 
 
 def run_tests(trial: Trial) -> None:
-    """Run the tests that need the device, or on a CPU the others; a small run leaves out those marked slow."""
+    """Run the tests that need the device, or on a CPU the others that are not slow; few of them in a small run."""
     settings, results = trial.work / "pytest.ini", trial.work / "tests.xml"
     settings.write_text(_SETTINGS)
     on_gpu = trial.device.startswith("cuda")
     chosen = ["-m", "gpu" if on_gpu else "not gpu and not slow"]
-    chosen += [str(ROOT / path) for path in ("tests/gpu", *(_ELSEWHERE if on_gpu else ()))]
+    paths = ("tests/gpu",)
+    if on_gpu:
+        paths = ("tests/gpu", *_ELSEWHERE)
+    elif trial.is_small:
+        paths = _QUICK
+    chosen += [str(ROOT / path) for path in paths]
     options = [
         "--import-mode=importlib",
         "-ra",

@@ -33,4 +33,5 @@ PARTS = (
     Part(number=11, name="Megatron-Core, one rank", function="megatron:steps", limit_s=180),
     Part(number=12, name="three steps of Flow-GRPO", function="diffusion:three_steps", limit_s=180),
     Part(number=13, name="swaps of 7B and 32B", function="rollout:large_swaps", limit_s=240),
+    Part(number=14, name="multi", function="multi:checks", limit_s=540),
 )

@@ -27,7 +27,9 @@ def generation(trial: Trial) -> None:
 
     def sample() -> None:
         asyncio.run(
-            _generate_all(engine, _requests(trial, num_prompts=num_prompts, n=n, max_tokens=length))
+            generate_all(
+                engine, make_requests(trial, num_prompts=num_prompts, n=n, max_tokens=length)
+            )
         )
 
     first = trial.measure_seconds(sample)
@@ -75,11 +77,11 @@ def sleep(trial: Trial) -> None:
     """Measure what an engine and a trainer that sleep leave on the device, and check that they wake as they were."""
     with trial.attempt("the engine"):
         engine = _engine(trial, "1.5B", max_num_seqs=16)
-        requests = _requests(trial, num_prompts=4, n=2, max_tokens=8)
-        before = asyncio.run(_generate_all(engine, requests))
+        requests = make_requests(trial, num_prompts=4, n=2, max_tokens=8)
+        before = asyncio.run(generate_all(engine, requests))
         _report_memory(trial, "engine awake")
         _measure_swap(trial, "engine", asyncio.run, engine)
-        after = asyncio.run(_generate_all(engine, requests))
+        after = asyncio.run(generate_all(engine, requests))
         trial.count(
             "engine: tokens that differ after waking", _num_different(before, after), at_most=0
         )
@@ -167,7 +169,7 @@ def _placed(trial: Trial) -> dict[str, Any]:
     return {"dtype": compute_dtype(trial), "device": trial.device}
 
 
-def _requests(trial: Trial, *, num_prompts: int, n: int, max_tokens: int) -> list[Request]:
+def make_requests(trial: Trial, *, num_prompts: int, n: int, max_tokens: int) -> list[Request]:
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_tokens=max_tokens)
     prompts = rng.integers(0, vocab_size(trial), (num_prompts, max_tokens // 4 + 1))
@@ -177,7 +179,7 @@ def _requests(trial: Trial, *, num_prompts: int, n: int, max_tokens: int) -> lis
     ]
 
 
-async def _generate_all(
+async def generate_all(
     engine: HFEngine, requests: list[Request]
 ) -> dict[tuple[str, int], Completion]:
     return {(c.request_id, c.index): c async for c in engine.generate(requests)}

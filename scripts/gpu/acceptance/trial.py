@@ -55,12 +55,17 @@ class Trial:
         self._add("figure", **asdict(figure))
 
     def count(
-        self, name: str, value: int, *, at_least: int | None = None, at_most: int | None = None
+        self,
+        name: str,
+        value: float,
+        unit: str = "",
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
     ) -> None:
         """Add a number that does not depend on the device's speed; it is compared with its aim everywhere."""
-        self._add(
-            "figure", **asdict(Figure(name=name, value=value, at_least=at_least, at_most=at_most))
-        )
+        figure = Figure(name=name, value=value, unit=unit, at_least=at_least, at_most=at_most)
+        self._add("figure", **asdict(figure))
 
     def note(self, text: str) -> None:
         """Add a sentence."""
