@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import diffusers.models.transformers.transformer_sd3
 import numpy as np
 import torch
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from memory_growth import PRIVATE, growing
 from numpy.typing import NDArray
 from rank import Rank
 
@@ -22,6 +25,7 @@ from gcore_trainer import (
     ParallelConfig,
     TorchParallel,
 )
+from gcore_trainer.torch.host_memory import local
 
 PRELOADED = (diffusers.models.transformers.transformer_sd3,)
 """What a rank would import on its first use; imported here, once."""
@@ -46,6 +50,42 @@ def train_images(
         lora,
         parallel=TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size)),
     )
+
+
+def train_both_ways(
+    rank: Rank,
+    path: str,
+    objective: DiffusionObjective,
+    steps: Sequence[Sequence[Sequence[DiffusionMicroBatch]]],
+    lora: LoRAConfig | None,
+    fsdp_size: int,
+) -> list[tuple[list[dict[str, float]], Weights, Weights]]:
+    """What `train_images` gives of a model that diffusers loads, and of one that is read by slices."""
+    del rank
+    parallel = TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size))
+    whole = SD3Transformer2DModel.from_pretrained(Path(path) / "transformer", dtype=torch.float32)
+    denoisers = [
+        Denoiser(whole, lora=lora),
+        Denoiser.from_pretrained(path, lora=lora, sharded=True),
+    ]
+    return [
+        trained(path, objective, steps, lora, parallel=parallel, denoiser=denoiser)
+        for denoiser in denoisers
+    ]
+
+
+def peak_bytes(rank: Rank, path: str, sharded: bool, options: dict[str, Any]) -> tuple[int, int]:
+    """The most memory that a rank has until a policy and its reference are sharded, and their shards' bytes."""
+    del rank
+    parallel = TorchParallel.join(ParallelConfig())
+    with growing(PRIVATE) as peak:
+        denoiser = Denoiser.from_pretrained(path, sharded=sharded, **options)
+        models = [denoiser, denoiser.initial()]
+        for model in models[: 1 if denoiser.lora else 2]:
+            model.shard(parallel.mesh)
+            model.load_weights()
+    shards = {id(p): local(p).nbytes for m in models for p in m.model.parameters()}
+    return peak[0], sum(shards.values())
 
 
 def score_images(
@@ -88,6 +128,7 @@ def trained(
     lora: LoRAConfig | None,
     *,
     parallel: TorchParallel | None = None,
+    denoiser: Denoiser | None = None,
 ) -> tuple[list[dict[str, float]], Weights, Weights]:
     """The same of a rank, or alone."""
     options: dict[str, Any] = {
@@ -95,7 +136,7 @@ def trained(
         "objective": objective,
         "ema_decay": 0.9,
     }
-    denoiser = Denoiser.from_pretrained(path, lora=lora)
+    denoiser = denoiser or Denoiser.from_pretrained(path, lora=lora)
     reference = denoiser.initial() if objective.needs_reference else None
     trainer = DiffusionTrainer(denoiser, reference=reference, parallel=parallel, **options)
     metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]

@@ -1,10 +1,14 @@
 """`DiffusionTrainer` over several processes against one process: FSDP2, or whole on each, on real gloo ranks."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusion_cases import kernel, trained
 from rank_pool import RankServer
 from tiny_pipelines import flow_pipeline
@@ -22,6 +26,7 @@ from gcore_trainer import (
     NFTObjective,
 )
 from gcore_trainer.diffusion.trainer import score_steps
+from gcore_trainer.lora import save_adapters
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +134,76 @@ def test_scores_of_steps_are_those_of_one_process(
             for one, other in zip(found, alone, strict=True):
                 np.testing.assert_allclose(one[0], other[0], atol=1e-5)
                 np.testing.assert_allclose(one[1], other[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("fsdp_size", [0, 1])
+@pytest.mark.parametrize("name", ["nft", "nft with adapters", "nft from adapters"])
+def test_models_that_are_read_by_slices_train_alike_to_the_bit(
+    rank_server: RankServer, tmp_path: Path, name: str, fsdp_size: int
+) -> None:
+    """Policy, sampling policy and reference; of a folder with two files and an index, in bfloat16."""
+    path = flow_pipeline(tmp_path)
+    model: Any = SD3Transformer2DModel.from_pretrained(path / "transformer")
+    (path / "transformer/diffusion_pytorch_model.safetensors").unlink()
+    model.bfloat16().save_pretrained(path / "transformer", max_shard_size="20KB")
+    assert len(list((path / "transformer").glob("*.safetensors"))) > 1
+    lora = None
+    if "adapters" in name:
+        lora = LoRAConfig(rank=2, alpha=4)
+    if name == "nft from adapters":
+        lora = saved_adapters(path, tmp_path / "adapters", lora)
+    parts = [dealt(images(12, seed), 2) for seed in range(2)]
+    for whole, sliced in rank_server.shared(2).run(
+        "train_both_ways", str(path), OBJECTIVES["nft"], parts, lora, fsdp_size, size=2
+    ):
+        assert sliced[0] == whole[0]
+        for own, expected in zip(sliced[1:], whole[1:], strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def saved_adapters(path: Path, folder: Path, lora: LoRAConfig) -> LoRAConfig:
+    """Write adapters that are not the initial ones, and return the settings of a run that starts from them."""
+    denoiser = Denoiser.from_pretrained(path, lora=lora)
+    for parameter in denoiser.trained_parameters().values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_adapters(folder, denoiser.trained_parameters(), lora, base=str(path))
+    return replace(lora, path=str(folder))
+
+
+BF16 = {"compute_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_bytes"),
+    [({}, 8), (BF16, 6), ({**BF16, "lora": LoRAConfig(rank=1, target_modules=("to_q",))}, 2)],
+    ids=["float32", "bfloat16", "adapters"],
+)
+def test_a_rank_needs_its_shards_and_little_more(
+    rank_server: RankServer, tmp_path: Path, options: dict[str, Any], num_bytes: int
+) -> None:
+    """Of a policy and its reference, ``num_bytes`` a parameter: a reference in bfloat16 has half of the bytes."""
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        num_layers=12,
+        attention_head_dim=32,
+        num_attention_heads=8,
+        joint_attention_dim=32,
+        caption_projection_dim=256,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+    )
+    num_parameters = model.num_parameters()
+    model.bfloat16().save_pretrained(tmp_path / "transformer")
+    index = {"transformer": ["diffusers", "SD3Transformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with rank_server.pool(2) as ranks:
+        sliced = ranks.run("peak_bytes", str(tmp_path), True, options, size=2)
+        whole = ranks.run("peak_bytes", str(tmp_path), False, options, size=2)
+    print(f"{num_parameters / 1e6:.1f} million parameters: {sliced} of which shards, {whole}")
+    for (peak, shards), (whole_peak, whole_shards) in zip(sliced, whole, strict=True):
+        assert shards == whole_shards == pytest.approx(num_bytes / 2 * num_parameters, rel=0.03)
+        assert peak < 1.1 * shards + 8e6
+        assert whole_peak > 0.9 * (num_bytes * num_parameters)
 
 
 def test_ranks_that_would_call_the_model_unequally_are_refused(

@@ -256,11 +256,14 @@ def adapters_named(parameters: Mapping[str, TensorT], name: str | None) -> dict[
     selected: dict[str, TensorT] = {}
     for full_name, parameter in parameters.items():
         adapter = _ADAPTER.fullmatch(full_name)
-        if adapter is None:
-            selected[full_name] = parameter
-        elif adapter["set"] == name:
-            selected[f"{adapter['layer']}.{TRAINED}.weight"] = parameter
+        if adapter is None or adapter["set"] == name:
+            selected[trained_name(full_name)] = parameter
     return selected
+
+
+def trained_name(name: str) -> str:
+    """Return the name of an adapter's counterpart in the trained set; names of other parameters stay as they are."""
+    return _ADAPTER.sub(rf"\g<layer>.{TRAINED}.weight", name)
 
 
 def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torch.Tensor:

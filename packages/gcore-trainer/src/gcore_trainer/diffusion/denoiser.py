@@ -22,13 +22,18 @@ from gcore_trainer.torch.compiled import compile_backend
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.optimizer import gather_full_tensor
 from gcore_trainer.torch.parallel import shard_modules
+from gcore_trainer.torch.sliced_weights import SlicedWeights, make_by_name
 
 try:
     import diffusers
+    from diffusers.models.modeling_utils import no_init_weights
+    from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 except ImportError:
     raise make_extra_error("diffusers", "diffusion") from None
 
 _COMPONENTS = ("transformer", "transformer_2", "unet")
+_CONVERTED = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+"""Modules whose parameters autocast converts in each pass."""
 _MOST_GRAPHS = 64
 """Graphs of a block's code; of more, torch.compile gives up without an error."""
 
@@ -37,10 +42,12 @@ class Denoiser:
     """A transformer or UNet of diffusers that gives velocities or noise.
 
     Args:
-        compute_dtype: dtype of passes; parameters stay in float32.
+        compute_dtype: dtype of passes, and of the weights of linear layers and convolutions that are frozen; all other
+            parameters stay in float32.
         lora: adapters to train in place of the parameters.
         gradient_checkpointing: whether activations are computed again in the backward pass; auto: for models of a
             billion parameters or more on CUDA.
+        weights: the parameters of a model without memory; `load_weights` reads them.
 
     Example:
         >>> from diffusers import SD3Transformer2DModel
@@ -60,11 +67,16 @@ class Denoiser:
         compute_dtype: torch.dtype = torch.float32,
         lora: LoRAConfig | None = None,
         gradient_checkpointing: bool | Literal["auto"] = False,
+        weights: SlicedWeights | None = None,
     ) -> None:
         self.model = model
         self.lora = lora
         self._compute_dtype = compute_dtype
+        self._weights = weights
         self.device: torch.device = next(model.parameters()).device
+        if weights is not None:
+            self.device = weights.device
+            weights.lora = lora
         parameters = inspect.signature(model.forward).parameters
         self._latents = next(iter(parameters))
         self._timesteps = next(
@@ -80,6 +92,7 @@ class Denoiser:
             add_lora(model, lora)
             self._adapters = AdapterSets(model)
             self._adapter = TRAINED
+        self._convert_frozen()
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
         self._sleeper = Sleeper(model)
@@ -92,18 +105,43 @@ class Denoiser:
         component: str = "",
         variant: str | None = None,
         device: str = "cpu",
+        sharded: bool = False,
         **options: Any,
     ) -> Self:
-        """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`.
+        """Load the model of a pipeline's folder; errors are those of `pipeline_component`.
 
         Args:
             component: name of the model, if the pipeline has two.
             variant: of the weights, as in ``diffusion_pytorch_model.fp16.safetensors``.
+            sharded: whether its parameters are read by a `DiffusionTrainer`, on each rank its own rows of them.
         """
         name, class_name = pipeline_component(path, component)
-        load = getattr(diffusers, class_name).from_pretrained
-        model = load(Path(path) / name, dtype=torch.float32, variant=variant, local_files_only=True)
-        return cls(model.to(device), **options)
+        folder = Path(path) / name
+        model_class = getattr(diffusers, class_name)
+
+        def make() -> Any:
+            with no_init_weights():
+                model = model_class.from_config(model_class.load_config(folder))
+            model.register_to_config(_name_or_path=folder)
+            return model
+
+        stem, ending = SAFETENSORS_WEIGHTS_NAME.split(".")
+        file = ".".join(filter(None, (stem, variant, ending)))
+        model, weights = make_by_name(make, folder, file, device=torch.device(device))
+        if weights is None:
+            load = model_class.from_pretrained
+            model = load(folder, dtype=torch.float32, variant=variant, local_files_only=True)
+            model.to(device)
+        denoiser = cls(model, weights=weights, **options)
+        if not sharded:
+            denoiser.load_weights()
+        return denoiser
+
+    def load_weights(self) -> None:
+        """Read the parameters of a model without memory, of a sharded one this rank's rows."""
+        if self._weights is not None:
+            self._weights.fill(self.model)
+            self._weights = None
 
     def __call__(
         self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned
@@ -144,10 +182,12 @@ class Denoiser:
     def initial(self) -> "Denoiser":
         """Return the initial policy: the model without adapters, or with a copy of the adapters that it starts from.
 
-        Without adapters, see `copied`.
+        Without adapters, it is a copy whose frozen weights are in the data type of passes.
         """
         if self.lora is None:
-            return self.copy()
+            twin = self.copy()
+            twin._convert_frozen()
+            return twin
         if self.lora.path:
             return self.copy("initial")
         return self._with_adapter(None)
@@ -168,7 +208,18 @@ class Denoiser:
     def _with_adapter(self, name: str | None) -> "Denoiser":
         twin = copy.copy(self)
         twin._adapter = name
+        twin._weights = None
         return twin
+
+    def _convert_frozen(self) -> None:
+        """Convert the frozen parameters of which autocast would make a copy in each pass."""
+        if self._compute_dtype == torch.float32:
+            return
+        for module in self.model.modules():
+            if isinstance(module, _CONVERTED):
+                for parameter in module.parameters(recurse=False):
+                    if not parameter.requires_grad:
+                        parameter.data = parameter.data.to(self._compute_dtype)
 
     def sleep(self) -> None:
         """Free the device's memory of the parameters until `wake`."""
@@ -197,6 +248,13 @@ class Denoiser:
         backend = backend or compile_backend(self.device)
         for block in self._blocks:
             block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+
+    @property
+    def num_gathered(self) -> int:
+        """Most parameters that a rank of a sharded model has whole: those of two blocks, and all outside of blocks."""
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self._blocks]
+        total = sum(p.numel() for p in self.model.parameters())
+        return total - sum(sizes) + sum(sorted(sizes)[-2:])
 
     @property
     def _blocks(self) -> list[torch.nn.Module]:

@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from diffusers.models.modeling_utils import no_init_weights
 from safetensors.torch import save_file
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
@@ -117,9 +118,10 @@ class DiffusionTrainer(BaseTrainer):
             self._world_size = parallel.world_size
             self._is_sharded = parallel.num_shards > 1
             self._is_first = parallel.mesh.get_rank() == 0
-            if self._is_sharded:
-                for model in self._all_models():
-                    model.shard(parallel.mesh)
+        for model in self._all_models():
+            if parallel is not None and self._is_sharded:
+                model.shard(parallel.mesh)
+            model.load_weights()
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
@@ -297,8 +299,9 @@ class DiffusionTrainer(BaseTrainer):
                 weights[name] = tensor.cpu()
         if self._is_first:
             policy = self._models.policy.model
-            model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
-            model.load_state_dict(model.state_dict() | weights)
+            with no_init_weights():
+                model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
+            model.load_state_dict(model.state_dict() | weights, assign=True)
             model.save_pretrained(path)
         # On the host: NCCL would end a wait that takes minutes.
         self._replicas.gather(None)

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from gcore_trainer.lora import A_OF, initial_value, read_adapters
+from gcore_trainer.lora import A_OF, initial_value, read_adapters, trained_name
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.host_memory import first_row, local
 from gcore_trainer.torch.loading import check_layers, choose_class, load_model
-from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files
+from gcore_trainer.torch.streamed_folder import SINGLE_FILE, tensor_files
 
 _INITIALIZED = "_is_hf_initialized"
 """Attribute of tensors that transformers is not to initialize."""
@@ -105,6 +105,50 @@ def make_model(
     return model.eval(), SlicedWeights(folder, sources, dtype=dtype, device=device)
 
 
+@torch.no_grad()
+def make_by_name(
+    make: Callable[[], torch.nn.Module], folder: Path, file: str, *, device: torch.device
+) -> tuple[Any, "SlicedWeights | None"]:
+    """Make a float32 model without its parameters, if files have all of its tensors by their own names.
+
+    Args:
+        make: makes the model on the CPU; its parameters need no values.
+        file: name of the safetensors file in the folder, of which an index may name several parts.
+        device: where parameters and buffers are to be.
+
+    Returns:
+        the model, with parameters on the meta device and buffers as in the files, and its parameters in the files;
+        None in place of both: it has to be loaded in another way.
+    """
+    try:
+        files = _Folder(folder, file)
+        model = make()
+        if len(list(model.parameters())) < len(
+            list(model.named_parameters(remove_duplicate=False))
+        ):
+            raise _NotByNameError("it has tied parameters")
+        tensors = model.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
+            if files.shapes.get(name) != tuple(tensor.shape):
+                raise _NotByNameError(f"its files have no {name} of shape {tuple(tensor.shape)}")
+    except _NotByNameError as error:
+        _logger.warning("%s is loaded whole by each process, in float32: %s", folder, error)
+        return None, None
+    with files.open_reader() as read:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.nn.Parameter):
+                read(name, tensor, 0, tensor.dtype)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = torch.nn.Parameter(
+                    parameter.to("meta"), parameter.requires_grad
+                )
+    _move_buffers(model, device)
+    sources = {name: name for name in tensors}
+    return model, SlicedWeights(files, sources, dtype=torch.float32, device=device)
+
+
 class SlicedWeights:
     """The parameters of one model in a folder's files.
 
@@ -133,7 +177,7 @@ class SlicedWeights:
     def fill(self, model: torch.nn.Module) -> None:
         """Allocate the parameters of a model on the meta device, and read them; of shards, this rank's rows.
 
-        Adapters get their initial values, as in `add_lora`, and a new value head is 0.
+        Adapters of each set get their initial values, as in `add_lora`, and a new value head is 0.
         """
         allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -147,6 +191,7 @@ class SlicedWeights:
                 into = local(allocated[parameter])
                 first = first_row(parameter)
                 source = self._sources.get(name.replace(".base_layer.", "."))
+                name = trained_name(name)
                 if source and name not in start:
                     read(source, into, first, self._dtype)
                 elif name in start or name.endswith(A_OF):
@@ -196,11 +241,11 @@ class SlicedWeights:
 class _Folder:
     """The safetensors files of a Hugging Face folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: str = SINGLE_FILE) -> None:
         self._path = path
-        file_of = tensor_files(path)
+        file_of = tensor_files(path, file)
         if file_of is None:
-            raise _NotByNameError(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise _NotByNameError(f"there is neither {file} nor an index of its parts")
         self._file_of = file_of
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name in sorted(set(self._file_of.values())):
@@ -333,13 +378,18 @@ def _make_buffers(
                 read(sources[full_name], cpu_buffer, 0, cpu_buffer.dtype)
                 setattr(cpu_buffer, _INITIALIZED, True)
     model.initialize_weights()
+    _move_buffers(model, device)
     for name, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = buffer.to(device)
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise _NotByNameError(f"{name}.{key} is a tensor and no buffer")
+
+
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
 
 
 def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
