@@ -489,6 +489,16 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
     assert {"controller-1.log", "engine-1.log", "trainer-1.log"} <= logs
 
 
+@pytest.mark.slow
+def test_a_cluster_tries_an_image_where_its_engines_are(cli: Cli, own_args: list[str]) -> None:
+    """By turns with the training ranks; the command's own process makes no engine."""
+    args = [*own_args, "--runtime", "ray", "--rollout.colocated", "true"]
+    args += ["--rollout.kernel", "cps", "--rollout.window-size", "2"]
+    err = cli.refused(*args, "--rollout.window-range", "1", "4")
+    assert "rollout.window_range is (1, 4); expected steps with noise: step 3 of 4 has none" in err
+    assert not (cli.cwd / "runs/default").exists()
+
+
 @pytest.fixture(scope="session")
 def judged(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The job with a vision-language model for a reward, which says little that is to the point."""

@@ -12,7 +12,7 @@ from tiny_families import FAMILIES
 from tiny_pipelines import flow_pipeline
 
 from gcore_diffusion.cli import main, parse_train_args
-from gcore_diffusion.planning.dry_run import dry_run
+from gcore_diffusion.planning.dry_run import dry_run, plan
 from gcore_diffusion.planning.live_bytes import LiveBytes
 from gcore_diffusion.planning.shapes import (
     INPUTS,
@@ -99,6 +99,26 @@ def test_a_training_pass_takes_what_is_predicted(tmp_path: Path) -> None:
             real(**inputs(4), return_dict=False)[0].float().sum().backward()
         assert peaks[-1] == pytest.approx(live.peak, rel=0.05)
     assert peaks[2] < peaks[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_weights_take_what_is_predicted(tmp_path: Path, rank: int, dtype: str) -> None:
+    """Of a policy, and of the reference of one without adapters."""
+    folder = flow_pipeline(tmp_path, with_vae=True)
+    args = ["--model", str(folder), "--data.train-files", "train.txt", "--rollout.size", "8", "8"]
+    args += ["--reward.kind", "jpeg_compressibility", "--rollout.max-sequence-length", "4"]
+    args += ["--actor.lora-rank", str(rank), "--actor.dtype", dtype]
+    config = parse_train_args([*args, "--actor.loss.kl-loss-coef", "0.1"])
+    memory = plan(config, folder).memory["training rank"]
+    denoiser = Denoiser.from_pretrained(
+        folder, lora=config.actor.lora, compute_dtype=getattr(torch, dtype)
+    )
+    held = {"weights": denoiser, "reference": denoiser.initial()}
+    sizes = {item: sum(p.nbytes for p in model.model.parameters()) for item, model in held.items()}
+    if rank:
+        sizes["reference"] = 0
+    assert {item: memory[item] for item in sizes} == sizes
 
 
 def test_own_pipelines_are_planned(

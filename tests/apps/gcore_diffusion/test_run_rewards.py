@@ -4,12 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Cli, Server, read_rows, step_rows, write_rows
 from tiny_pipelines import flow_pipeline
 from tiny_vision_model import save_vision_model
 
-from gcore_diffusion.backend import check_rewards, tried_settings
+from gcore_diffusion.backend import check_rewards
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import DiffusionConfig
 from gcore_rollout import RewardConfigError
@@ -232,12 +231,3 @@ def test_models_that_reward_have_a_share_of_a_gpu(kind: str, held_out: str, gpus
     config = replace(config, runtime="ray", ray=RayConfig(gpus_per_reward_model=0.25))
     assert config.gpus_per_controller == gpus
     assert replace(config, device="cpu").gpus_per_controller == 0.0
-
-
-def test_an_image_is_tried_on_a_device_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Ray ``device`` is that of the cluster's nodes; the head may have none of it."""
-    on_cluster = DiffusionConfig(runtime="ray", device="cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tried_settings(on_cluster).engine_device == "cpu"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert tried_settings(on_cluster) == on_cluster

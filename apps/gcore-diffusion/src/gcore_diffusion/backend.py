@@ -84,21 +84,9 @@ def check_rewards(config: DiffusionConfig) -> ImageRewards | None:
     if config.reward.is_judged:
         judge_factory(config)
         return None
-    return build_rewards(config, judge=None, device=_trial_device(config))
-
-
-def _trial_device(config: DiffusionConfig) -> str:
-    """Return the device of rewards in this process; on Ray they are only tried here."""
-    return "cpu" if config.runtime == "ray" else config.device
-
-
-def tried_settings(config: DiffusionConfig) -> DiffusionConfig:
-    """Return the settings of an engine in this process; on Ray its machine may have no GPU."""
-    import torch
-
-    if config.runtime == "ray" and not torch.cuda.is_available():
-        return replace(config, device="cpu")
-    return config
+    # On Ray they are only built here: the machine may have no GPU, and controllers have rewards of their own.
+    device = "cpu" if config.runtime == "ray" else config.device
+    return build_rewards(config, judge=None, device=device)
 
 
 async def start(
@@ -109,46 +97,42 @@ async def start(
     checkpoints: Path,
     display: Display,
 ) -> Backend[ImageJob, DiffusionConfig]:
-    """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
+    """Start the services, and a judge where ``rewards`` is None; make and score an image, on Ray by each controller."""
     for message in starting_messages(config, model, prompts):
         display.say(message)
+    if config.runtime == "ray":
+        from gcore_runs.on_ray import start_ray_backend
+
+        return await start_ray_backend(
+            config,
+            engine=partial(sampler_factory, model=model),
+            judges=dict.fromkeys(config.judges, judge_factory),
+            trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
+            run_controller=_run_controller,
+            checkpoints=checkpoints,
+            announce=display.say,
+        )
     devices = device_timers(config)
-    is_on_ray = config.runtime == "ray"
     instrumentation = Instrumentation(
         devices=devices, logs=logs_of(checkpoints), announce=display.say
     )
     engines = AsyncExitStack()
     try:
-        policy, judge = await start_engines(
-            tried_settings(config), model, instrumentation, engines, is_trial=is_on_ray
-        )
-        rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
+        policy, judge = await start_engines(config, model, instrumentation, engines)
+        rewards = rewards or build_rewards(config, judge=judge, device=config.device)
         sampler = ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
-        if not is_on_ray:
-            return await start_inline_backend(
-                config,
-                shared=sampler,
-                judges=[] if judge is None else [judge],
-                roles=ImageRoles,
-                start_trainer=partial(start_trainer, config, model, checkpoints),
-                close=engines.aclose,
-            )
+        return await start_inline_backend(
+            config,
+            shared=sampler,
+            judges=[] if judge is None else [judge],
+            roles=ImageRoles,
+            start_trainer=partial(start_trainer, config, model, checkpoints),
+            close=engines.aclose,
+        )
     except BaseException:
         await engines.aclose()
         raise
-    await engines.aclose()
-    from gcore_runs.on_ray import start_ray_backend
-
-    return await start_ray_backend(
-        config,
-        engine=partial(sampler_factory, model=model),
-        judges=dict.fromkeys(config.judges, judge_factory),
-        trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
-        run_controller=_run_controller,
-        checkpoints=checkpoints,
-        announce=display.say,
-    )
 
 
 def starting_messages(config: DiffusionConfig, model: Path, prompts: ImagePromptSets) -> list[str]:
@@ -249,6 +233,9 @@ async def _run_controller(
         learner=services.connect_trainer(ctx, num_passes),
         owns_process=True,
     )
+    # Devices that engines share with training ranks are theirs to sample.
+    await roles.learner.offload(ctx.timer)
+    await _try(job.config, roles, job.prompts)
     await job.program(recorder)(ctx.with_roles(roles))
 
 

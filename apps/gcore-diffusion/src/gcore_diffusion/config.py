@@ -263,7 +263,7 @@ class DiffusionActorConfig(AdapterSettings, section="actor"):
     ema_decay: FractionBelow1 = 0.0
     """Decay of a moving average of the weights, which is evaluated and exported; 0: there is none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the passes; weights stay in float32."""
+    """Type of the passes, and of frozen weights (under adapters, and of a reference); trained ones stay in float32."""
     component: Literal["", "transformer", "transformer_2"] = ""
     """Which transformer is trained, where the pipeline has two (Wan 2.2: the one of the first or of the last steps);
     rollout.window_range must then be of its steps. Empty: the pipeline has one."""

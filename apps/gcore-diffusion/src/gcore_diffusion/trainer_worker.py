@@ -50,6 +50,7 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             component=config.actor.component,
             variant=weight_variant(model / self._component),
             device=config.device,
+            sharded=True,
             compute_dtype=getattr(torch, config.actor.dtype),
             lora=config.actor.lora,
             gradient_checkpointing=config.actor.enable_gradient_checkpointing,

@@ -102,7 +102,7 @@ def train(
                 model = pretrained_pipeline(demo, seed=0, display=supervisor.display)
             supervisor.display.say("trying the pipeline and the reward on an image")
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
-            # On Ray they are only tried in this process, and need its memory no longer then.
+            # On Ray they were only built, and need memory no longer.
             del rewards
             with supervisor.run_services(starting) as services:
                 if not config.model and not run.model.is_dir():

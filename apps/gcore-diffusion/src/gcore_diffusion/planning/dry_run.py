@@ -107,27 +107,34 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     is_checkpointed = actor.enable_gradient_checkpointing
     if is_checkpointed == "auto":
         is_checkpointed = counts["transformer"] >= LARGE_MODEL
-    Denoiser(model, lora=actor.lora, gradient_checkpointing=is_checkpointed)
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    num_shards = _num_shards(config, model)
-    peak = training_bytes(
-        model, inputs, num_halves * actor.micro_batch_size, getattr(torch, actor.dtype)
+    compute_dtype: torch.dtype = getattr(torch, actor.dtype)
+    denoiser_model = Denoiser(
+        model,
+        lora=actor.lora,
+        gradient_checkpointing=is_checkpointed,
+        compute_dtype=compute_dtype,
     )
-    num_frozen = counts["transformer"]
-    if actor.lora is None:
-        num_frozen -= num_trained
-    weights, _, optimizer = state_bytes(
-        float(num_frozen), float(num_trained), float(num_trained), compute_bytes=_FLOAT32_BYTES
+    num_trained = sum(p.numel() for p in denoiser_model.trained_parameters().values())
+    num_shards = _num_shards(config, model)
+    gathered = 0
+    if num_shards > 1:
+        gathered = denoiser_model.num_gathered * compute_dtype.itemsize
+    reference = 0
+    if has_reference_pass(config) and actor.lora is None:
+        reference = sum(p.nbytes for p in denoiser_model.initial().parameters().values())
+    weights = sum(p.nbytes for p in denoiser_model.parameters().values())
+    peak = training_bytes(model, inputs, num_halves * actor.micro_batch_size, compute_dtype)
+    _, _, optimizer = state_bytes(
+        0.0, float(num_trained), float(num_trained), compute_bytes=_FLOAT32_BYTES
     )
     rank = {
         "weights": weights / num_shards,
-        "reference": 0.0,
+        "reference": reference / num_shards,
         "optimizer": optimizer / num_shards,
         "average": 0.0,
+        "gathered weights": float(gathered),
         "pass with gradients": float(peak),
     }
-    if has_reference_pass(config) and actor.lora is None:
-        rank["reference"] = _FLOAT32_BYTES * counts["transformer"] / num_shards
     if actor.ema_decay:
         rank["average"] = _FLOAT32_BYTES * num_trained / num_shards
     return DryRunPlan(

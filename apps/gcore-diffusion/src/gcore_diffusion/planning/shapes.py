@@ -147,13 +147,16 @@ def image_shape(folder: Path, size: tuple[int, int], max_sequence_length: int) -
 
 
 @contextmanager
-def fake_weights(model: Any, dtype: torch.dtype = torch.float32) -> Generator[None]:
-    """Give a model on the meta device weights of this type without memory; what is computed inside has none, too."""
+def fake_weights(model: Any, dtype: torch.dtype | None = None) -> Generator[None]:
+    """Give a model on the meta device weights without memory; what is computed inside has none, too.
+
+    ``dtype`` is that of all weights; None: each keeps its own.
+    """
     # The positions of tokens are constants.
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                tensor = torch.empty(parameter.shape, dtype=dtype)
+                tensor = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
                 setattr(
                     module, name, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 )

@@ -92,21 +92,15 @@ async def start_engines(
     model: Path,
     instrumentation: Instrumentation,
     to_close: AsyncExitStack,
-    *,
-    is_trial: bool,
 ) -> tuple[Engine[Any, Any], Engine[Any, Any] | None]:
     """Start the engine of the pipeline in a folder, and a judge's if the run has one, which ``to_close`` then closes.
 
-    Each is in this process, or several in their own; for a trial there is one of each.
+    Each is in this process, or several in their own.
     """
     judge = config.reward.judge
     num_engines = config.rollout.num_processes
     num_judges = judge.num_processes
     num_lent = config.sizes.num_lent
-    if is_trial:
-        num_engines = 0
-        num_judges = int(judge.kind.needs_own_process)
-        num_lent = 0
     num_threads = max(1, config.threads // max(1, num_engines + num_lent + num_judges))
     policy: Engine[Any, Any] = await instrumentation.start(
         sampler_factory(config, model=model),

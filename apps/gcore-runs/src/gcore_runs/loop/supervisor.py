@@ -193,8 +193,9 @@ class Supervisor:
         self._stack.__exit__(error_type, error, traceback)
         if self._is_new and isinstance(error, _REFUSALS) and not isinstance(error, _LOSSES):
             run = self.run
-            if not any(
-                file.exists() for file in (run.metrics, run.warmup, run.model, run.checkpoints)
+            has_steps = run.metrics.exists() and run.metrics.stat().st_size > 0
+            if not has_steps and not any(
+                file.exists() for file in (run.warmup, run.model, run.checkpoints)
             ):
                 shutil.rmtree(run.path, ignore_errors=True)
 
