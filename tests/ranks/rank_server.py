@@ -5,6 +5,7 @@ what it is sent: the name of a function of the cases and its arguments, pickled.
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -68,6 +69,8 @@ def _function(name: str) -> Callable[..., object]:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    # Collections of the ranks leave out what they have imported, whose pages they would otherwise copy, too.
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead children leave no zombies
     for line in sys.stdin:
         folder, port, size = json.loads(line)

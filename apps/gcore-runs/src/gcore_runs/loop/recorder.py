@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -45,12 +46,14 @@ from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
 from gcore_runs.logs import one_line, printable
 from gcore_runs.loop.best import BEST, SINCE_BEST, compare_with_best, is_best, is_due, keep_best
+from gcore_runs.loop.memory import find_growth, read_memory
 from gcore_runs.run_folder import (
     MetricsWriter,
     RunFolder,
     RunWarnings,
     SpanWriter,
     StepSpans,
+    append_json,
     read_jsonl,
 )
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -271,12 +274,16 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
 
         async def run(ctx: Context[Any]) -> None:
             # What is there now, such as imported modules, stays to the end. Each full collection would look through it.
-            gc.collect()
-            gc.freeze()
+            # A process that has frozen objects before, as a fork server does, or as another controller here, keeps them.
+            freezes = gc.get_freeze_count() == 0
+            if freezes:
+                gc.collect()
+                gc.freeze()
             try:
                 await RLHFLoop(ctx, self.modality(), loop, self, recorder).run()
             finally:
-                gc.unfreeze()
+                if freezes:
+                    gc.unfreeze()
 
         return run
 
@@ -404,6 +411,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self._num_updates = learner.num_updates
         """Updates of the models at the end of the last finished step."""
         self._saved_step = job.first_step
+        self._memory: dict[str, list[float]] = {}
 
     @abstractmethod
     def show_evaluation(self, step: int, evaluation: EvaluationT) -> Mapping[str, float]:
@@ -466,7 +474,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         ).intervals()
         shares = Ledger.of([intervals]).shares()
         metrics = event.metrics | {f"ledger/{name}": share for name, share in shares.items()}
-        metrics |= self.step_metrics(step, metrics)
+        metrics |= self.step_metrics(step, metrics) | self._record_memory(step)
         self.writer.write(step, metrics)
         self.writer.write_samples(step, event.samples)
         self._spans.write(step, spans, devices)
@@ -480,6 +488,20 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             self.warnings.warn(step, message, key=Modality.HAS_SIGNAL)
         if not all(map(math.isfinite, metrics.values())):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
+
+    def _record_memory(self, step: int) -> dict[str, float]:
+        """Record the memory of each process and warn of those that grow; return that of each role."""
+        sizes = read_memory(self.run.logs)
+        append_json(self.run.memory, {"step": step, **sizes})
+        for name, lows in find_growth(self._memory, sizes).items():
+            message = (
+                f"{name} grows: its lowest of ten steps was {', '.join(map('{:.3f}'.format, lows))}"
+            )
+            self.warnings.warn(step, message, key=name)
+        totals: Counter[str] = Counter()
+        for name, size in sizes.items():
+            totals[f"perf/{name.partition('-')[0]}"] += size
+        return dict(totals)
 
     def _warn_of_rewards(self, step: int, failures: Sequence[Failure]) -> None:
         for failure in failures:

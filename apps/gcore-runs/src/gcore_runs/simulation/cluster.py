@@ -128,12 +128,14 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         _, program = self._program(meter, ledger)
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
+        freezes = gc.get_freeze_count() == 0
         gc.disable()
         gc.freeze()
         try:
             run_simulated(program(self.job, recorder), roles=None, world_size=size)
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
             if was_enabled:
                 gc.enable()
         return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
