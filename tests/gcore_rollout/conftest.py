@@ -10,7 +10,7 @@ import torch
 # Importlib mode puts no test folder on the path, and `engine_oracles` is shared by several files of this one.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_oracles import TinyModel, make_tiny_model
+from engine_oracles import TinyModel, make_tiny_mixture, make_tiny_model
 from tiny_pipelines import word_tokenizer
 
 torch.set_num_threads(1)
@@ -24,6 +24,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model(tmp_path_factory.mktemp("untied"), tie=False)
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -88,19 +90,41 @@ def make_tiny_model(path: Path, *, tie: bool, num_heads: int = 4) -> TinyModel:
         bos_token_id=None,
         eos_token_id=EOS_TOKEN_IDS,
     )
-    old, new = (_random_model(config, seed) for seed in (0, 1))
+    old, new = (_random_model(Qwen2ForCausalLM(config), seed) for seed in (0, 1))
     old.save_pretrained(path)
     save_tokenizer(path)
     return TinyModel(path, old, new)
 
 
-def _random_model(config: Qwen2Config, seed: int) -> Any:
+def make_tiny_mixture(path: Path, *, expert_size: int = 64) -> TinyModel:
+    """A mixture of four experts, which transformers has fused and the folder has one by one."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=expert_size,
+        bos_token_id=None,
+        eos_token_id=EOS_TOKEN_IDS,
+    )
+    old, new = (_random_model(Qwen3MoeForCausalLM(config), seed) for seed in (0, 1))
+    old.save_pretrained(path)
+    save_tokenizer(path)
+    return TinyModel(path, old, new)
+
+
+def _random_model(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    model: Any = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
     for parameter in model.parameters():
         # Five times the usual scale: a flat distribution would hide wrong weights and a wrong temperature.
         noise = 0.1 * torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(noise if parameter.dim() == 2 else parameter + noise)
+        parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
     return model
 
 

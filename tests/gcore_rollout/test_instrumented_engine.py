@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, make_engine, make_request
-from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
+from faulty_engines import EXPECTED, EXPERTS, FAULTS, TENSOR, make_faulty
 from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -71,7 +71,15 @@ def _pairs(model: TinyModel) -> Iterator[Any]:
     return zip(model.old.named_parameters(), model.new.named_parameters(), strict=True)
 
 
-@pytest.mark.parametrize(("folder", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("folder", "dtype"),
+    [
+        ("tied", torch.float32),
+        ("untied", torch.bfloat16),
+        ("mixture", torch.float32),
+        ("mixture", torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_sound_engines_pass(
     kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest
@@ -96,17 +104,19 @@ async def test_sound_engines_pass(
     await engine.close()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, "expert"])
 @pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
-    made = make_faulty(CLASSES[kind], tied.path, fault, **OPTIONS[kind])
+async def test_planted_faults(kind: str, fault: str, request: pytest.FixtureRequest) -> None:
+    model: TinyModel = request.getfixturevalue("mixture" if fault == "expert" else "tied")
+    made = make_faulty(CLASSES[kind], model.path, fault, **OPTIONS[kind])
     engine = InstrumentedEngine(made, name="engine 0", record=WeightRecord())
-    await check_weights(engine, all_digests(published(tied.old)))
-    await engine.update_weights(published(between(tied, 0.5)), version=1)
+    await check_weights(engine, all_digests(published(model.old)))
+    await engine.update_weights(published(between(model, 0.5)), version=1)
     with pytest.raises(WrongWeightsError, match="engine 0 ") as error:
-        await engine.update_weights(published(tied.new), version=2)
+        await engine.update_weights(published(model.new), version=2)
     assert EXPECTED[fault] in str(error.value)
-    assert error.value.tensors == (() if fault == "version" else (TENSOR,))
+    wrong = {"version": (), "expert": (EXPERTS,)}
+    assert error.value.tensors == wrong.get(fault, (TENSOR,))
     await engine.close()
 
 
@@ -122,6 +132,23 @@ async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(
         WrongWeightsError, match=r"'lm_head.weight' has the values of version 0 \(1 of 27"
     ):
         await engine.update_weights(published(tied.new), version=1)
+    await engine.close()
+
+
+@pytest.mark.slow
+async def test_experts_that_vllm_loads_as_another_layout(
+    mixture: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels take packed matrices, and its loader puts others there (as in SkyRL#1680)."""
+    engine = InstrumentedEngine(
+        make_engine("vllm", mixture), name="engine 0", record=WeightRecord()
+    )
+    await check_weights(engine, all_digests(published(mixture.old)))
+    monkeypatch.setattr(vllm_process, "forget_expert_kernels", lambda _: None)
+    with pytest.raises(
+        WrongWeightsError, match=r"experts.gate_up_proj' has other values.*\(4 of 25 comp"
+    ):
+        await engine.update_weights(published(mixture.new), version=1)
     await engine.close()
 
 

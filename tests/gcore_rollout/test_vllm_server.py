@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_oracles import TinyModel, collect, errors, make_request
@@ -12,6 +13,7 @@ from server_processes import served_by_vllm
 from slow_hf_engine import STEP_S
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
+from gcore_rollout import DigestedWeights, InstrumentedEngine, WeightRecord, WrongWeightsError
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.vllm import VLLMServerEngine
 
@@ -70,6 +72,37 @@ async def test_only_the_present_weights_are_kept(subject: Subject, weights_dir: 
         max(errors(subject.model.new, [request], await collect(subject.engine, request)))
         < TOLERANCE
     )
+
+
+async def test_weights_of_a_server_are_compared(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It digests them, with the packed head, and says itself which version they have."""
+    engine = InstrumentedEngine(subject.engine, name="the server", record=WeightRecord())
+    version = engine.weight_version
+    held = await engine.held_weights()
+    assert held is not None
+    assert held.version == version
+    named = [name for name, _ in subject.model.new.named_parameters()]
+    assert {tensor.name for tensor in held.tensors} == {*named, "lm_head.weight"}
+    await engine.update_weights(
+        DigestedWeights(subject.model.new.named_parameters()), version=version + 1
+    )
+    call = VLLMServerEngine._call_worker  # pyright: ignore[reportPrivateUsage]
+
+    async def call_all_but_one(self: VLLMServerEngine, method: str, **arguments: Any) -> Any:
+        if method == "repack_tied_head":
+            return None
+        return await call(self, method, **arguments)
+
+    monkeypatch.setattr(VLLMServerEngine, "_call_worker", call_all_but_one)
+    with pytest.raises(
+        WrongWeightsError,
+        match=r"the server .*'lm_head.weight' has the values of version \d+ \(1 of 27",
+    ):
+        await engine.update_weights(
+            DigestedWeights(subject.model.old.named_parameters()), version=version + 2
+        )
 
 
 async def test_update_of_a_server_in_mid_generation(subject: Subject) -> None:

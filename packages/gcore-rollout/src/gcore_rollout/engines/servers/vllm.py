@@ -1,6 +1,7 @@
 """The `vllm_server` engine, of a `vllm serve` that runs elsewhere."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,8 +10,10 @@ from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
 from gcore_rollout.engines.servers.served import RunningSample, StreamPiece
+from gcore_rollout.engines.vllm.process import FusedExperts, fused_experts
 from gcore_rollout.engines.vllm.translation import check_temperature, sampling_settings
 from gcore_rollout.errors import RolloutError, ServerRequestError
+from gcore_rollout.weight_sync.digests import Digest, HeldTensor, HeldWeights
 
 _WORKER = "gcore_rollout.TiedHeadWorker"
 
@@ -28,7 +31,8 @@ class VLLMServerEngine(ServerEngine):
 
     For new weights of a model with a tied head or a mixture of experts, a server on CPU also needs this package on its
     import path, and ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would keep the old head, and
-    read experts wrongly, so `update_weights` is refused without it.
+    read experts wrongly, so `update_weights` is refused without it. With it, on any device, the server's weights can be
+    compared with the trainer's (`held_weights`).
 
     Temperatures, seeds and continued samples are as in `VLLMEngine`. The version of each token is the server's own
     record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs less.
@@ -134,9 +138,30 @@ class VLLMServerEngine(ServerEngine):
             "POST", "/update_weight_version", body={"new_version": str(version)}
         )
 
-    async def _call_worker(self, method: str, **arguments: Any) -> None:
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        """Have the server digest its weights, as `VLLMEngine.held_weights`; None: it has not this package's worker."""
+        self._check_open()
+        shapes, experts = self._layout
+        arguments = {"shapes": shapes, "experts": experts, "is_tied": self._is_tied, "names": names}
+        try:
+            answer = await self._call_worker("digest_weights", kwargs=arguments)
+        except ServerRequestError:
+            return None
+        label = await self._client.call("GET", "/weight_info")
+        # All ranks return the same.
+        tensors = [
+            HeldTensor(**{**fields, "digest": Digest(*fields["digest"])})
+            for fields in answer["results"][0]
+        ]
+        return HeldWeights(version=int(label["weight_version"]), tensors=tensors)
+
+    @cached_property
+    def _layout(self) -> tuple[dict[str, tuple[int, ...]], dict[str, FusedExperts]]:
+        return fused_experts(self._model_path, self._shapes)
+
+    async def _call_worker(self, method: str, **arguments: Any) -> Any:
         body = {"method": method, **arguments}
-        await self._client.call("POST", "/collective_rpc", body=body)
+        return await self._client.call("POST", "/collective_rpc", body=body)
 
 
 def _read_piece(event: Any) -> StreamPiece:

@@ -21,7 +21,7 @@ from gcore_rollout.engines.queueing import (
     TokenLimits,
     check_max_num_seqs,
 )
-from gcore_rollout.engines.vllm import options, process, ranks, translation
+from gcore_rollout.engines.vllm import held_weights, options, process, ranks, translation
 from gcore_rollout.errors import EngineDiedError, EngineModelError, RolloutError, make_extra_error
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.digests import HeldWeights
@@ -115,6 +115,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._path = Path(config.model_config.model)
         self._shapes = shapes
+        self._layout = process.fused_experts(self._path, shapes)
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
         self._running: dict[str, QueuedSample] = {}
@@ -287,10 +288,18 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             engine.reset_prefix_cache(reset_running_requests=True)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
-        """Digest the weights; of a mixture of experts, all but the experts."""
+        """Digest the weights; experts under the names of transformers, if vLLM's kernels keep them as they were loaded.
+
+        On CPU they are unpacked. The layouts of FlashInfer's and AITER's kernels are left out.
+        """
         self._check_open()
+        shapes, experts = self._layout
         read = partial(
-            translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names
+            held_weights.held_tensors,
+            shapes=shapes,
+            experts=experts,
+            is_tied=self._tied,
+            names=names,
         )
         # All ranks return the same.
         with self._noting_deaths():

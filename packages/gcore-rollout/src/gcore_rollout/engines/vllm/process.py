@@ -8,8 +8,9 @@ import os
 import random
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,8 @@ _EXPERT = re.compile(r".*\.(\d+)\.(.*)")
 """The last number in a name, and what follows it."""
 TIED_HEAD = "lm_head.weight"
 """The tensor that a checkpoint may leave out if the model uses its embedding in its place."""
+FusedExperts = tuple[Sequence[int], Sequence[str]]
+"""The shape of a tensor in which transformers fuses the experts of a layer, and names of the first one's matrices."""
 
 
 def load_vision(folder: Path) -> VisionProcessor | None:
@@ -214,6 +217,14 @@ class TiedHeadWorker:
         """Pack the head again after weights were loaded; `VLLMServerEngine` calls this by its name."""
         repack_head(self.model_runner.get_model())
 
+    def digest_weights(self, **arguments: Any) -> list[dict[str, Any]]:
+        """Return the fields of each `HeldTensor`; `VLLMServerEngine` calls this by its name."""
+        from gcore_rollout.engines.vllm.held_weights import held_tensors
+
+        return [
+            asdict(tensor) for tensor in held_tensors(self.model_runner.get_model(), **arguments)
+        ]
+
 
 def check_speculation(config: Mapping[str, Any]) -> None:
     """Refuse settings with which samples are not drawn from the policy."""
@@ -268,6 +279,26 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def fused_experts(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, FusedExperts]]:
+    """Return a folder's shapes without those of experts, and the tensors in which transformers has the experts."""
+    if not any(".experts." in name for name in shapes):
+        return dict(shapes), {}
+    model = _make_meta_model(folder)
+    others = dict(shapes)
+    fused: dict[str, FusedExperts] = {}
+    for name, parameter in () if model is None else model.named_parameters():
+        if name in shapes:
+            continue
+        parts = _view_experts(parameter, revert_weight_conversion(model, {name: parameter}))
+        if parts is not None and parts.keys() <= shapes.keys():
+            fused[name] = tuple(parameter.shape), [part for part in parts if "experts.0." in part]
+            for part in parts:
+                del others[part]
+    return others, fused
+
+
 def publish_weights(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -296,7 +327,11 @@ def publish_weights(
 @lru_cache(maxsize=2)
 def _make_meta_model(folder: Path) -> Any:
     """Return the model of a folder without weights, whose class says how they are named there; None: it has none."""
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except ValueError:
+        # vLLM knows models of which transformers has no config.
+        return None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     with torch.device("meta"):

@@ -1,8 +1,7 @@
-"""Requests, samples and weights in vLLM's own types and layouts."""
+"""Requests and samples in vLLM's own types."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,11 +10,8 @@ import torch
 
 from gcore_rollout.engines.protocol import FinishReason, Request
 from gcore_rollout.engines.queueing import QueuedSample
-from gcore_rollout.engines.vllm.process import TIED_HEAD
-from gcore_rollout.engines.vllm.ranks import gather_tensor
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.digests import HeldTensor, digest_held_tensor
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
@@ -24,8 +20,6 @@ if TYPE_CHECKING:
 
 # vLLM draws from a clamped or refused temperature outside these bounds.
 _TEMPERATURES = (0.01, 2.0)
-
-_ROWS_AT_ONCE = 1024
 
 
 def check_temperature(request: Request) -> None:
@@ -140,114 +134,3 @@ def finish(
         np.concatenate([np.empty(0, np.int32), *versions])[new],
         reason,
     )
-
-
-@torch.no_grad()
-def held_tensors(
-    model: Any, *, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, names: Sequence[str] | None
-) -> list[HeldTensor]:
-    """Digest the weights of a model on one device, but for experts and others that vLLM keeps in layouts of its own.
-
-    A tied head is reported as a tensor of its own. ``shapes`` are of the published tensors, by Hugging Face name; of
-    these, or of ``names`` if there are any, all that can be read are digested.
-    """
-    if names is None:
-        names = list(shapes)
-        if is_tied and TIED_HEAD not in shapes:
-            names.append(TIED_HEAD)
-    tensors: list[HeldTensor] = []
-    for name in names:
-        source: str | None = name
-        if is_tied and name == TIED_HEAD:
-            source = _find_embedding(model, shapes)
-        if source is None:
-            continue
-        try:
-            tensors.append(
-                digest_held_tensor(
-                    name, partial(_read_published, model, name, shapes[source]), source=source
-                )
-            )
-        except AttributeError:
-            # There is no module or parameter of this name: vLLM has made something else of it.
-            continue
-    return tensors
-
-
-def _read_published(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Read a published tensor from the model's own layout; an `AttributeError` if it cannot be found."""
-    mapped = _map_name(model, name)
-    path, _, attribute = mapped.rpartition(".")
-    parent, _, leaf = path.rpartition(".")
-    published_leaf = name.rpartition(".")[0].rpartition(".")[2]
-    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    fused = next(
-        (f for f, parts in packed.items() if published_leaf in parts and len(parts) > 1), None
-    )
-    if fused is not None and leaf in (fused, published_leaf):
-        module = model.get_submodule(f"{parent}.{fused}")
-        index = list(packed[fused]).index(published_leaf)
-        sizes: list[int] = module.output_partition_sizes
-        tensor = _read_parameter(module, attribute).narrow(0, sum(sizes[:index]), sizes[index])
-    else:
-        module = model.get_submodule(path)
-        tensor = _read_parameter(module, attribute)
-        if tensor.dim() and tensor.shape[1:] == shape[1:]:
-            # The vocabulary is padded.
-            tensor = tensor[: shape[0]]
-    tensor = gather_tensor(tensor, shape, module)
-    if tensor.numel() != torch.Size(shape).numel():
-        raise AttributeError(f"{mapped} has shape {tuple(tensor.shape)}; expected {shape}")
-    return tensor
-
-
-def _read_parameter(module: Any, name: str) -> torch.Tensor:
-    """Return a parameter as the module's forward uses it; on CPU, where vLLM packs matrices, from its packed copy."""
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    parameter: torch.Tensor = getattr(module, name)
-    if not (isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "cpu_linear")):
-        return parameter
-    layer: Any = module
-    if name != "weight":
-        # Some kernels want it in float32, whatever it was loaded as.
-        return parameter.to(layer.weight.dtype)
-    width: int = (
-        layer.embedding_dim
-        if isinstance(module, ParallelLMHead)
-        else layer.input_size_per_partition
-    )
-    # The output for the rows of the identity is exactly the transposed matrix.
-    identity = torch.eye(width, dtype=layer.weight.dtype)
-    parts = [layer.quant_method.apply(layer, rows, None) for rows in identity.split(_ROWS_AT_ONCE)]
-    return torch.cat(parts).t()
-
-
-def _find_embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return the published name of the tensor that shares its memory with a tied head."""
-    try:
-        head = _get_parameter(model, TIED_HEAD)
-        return next(
-            (
-                n
-                for n in shapes
-                if n.endswith("embed_tokens.weight") and _get_parameter(model, n) is head
-            ),
-            None,
-        )
-    except AttributeError:
-        return None
-
-
-def _get_parameter(model: Any, name: str) -> torch.Tensor:
-    path, _, attribute = _map_name(model, name).rpartition(".")
-    return getattr(model.get_submodule(path), attribute)
-
-
-def _map_name(model: Any, name: str) -> str:
-    """Return vLLM's name of a published tensor."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name
-    return mapper.map_name(name) or name
