@@ -72,6 +72,7 @@ CHECKED_ELSEWHERE = {
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"uv run pytest -m gpu tests/gpu": "tests/gpu/test_engine.py::test_engine_and_trainer_agree",
     r"scripts/gpu/accept --make-wheels .*": "tests/scripts/test_accept.py::test_wheels_are_what_the_image_lacks",
+    r"scripts/gpu/accept .*--parts multi .*": "tests/scripts/test_accept.py::test_several_ranks_on_a_cpu",
     r"scripts/gpu/accept( --.*)?": "tests/scripts/test_accept.py::test_all_parts_run_on_a_cpu",
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,8 +106,9 @@ def _all_reduce(trial: Trial) -> tuple[int, float, float]:
     values = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
     expected = values.clone()
     seconds = trial.measure_seconds(lambda: dist.all_reduce(values))
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
-    return int((values != expected).sum()), seconds, backend.options._timeout.total_seconds()
+    world: Any = dist.group.WORLD
+    timeout = world._get_backend(torch.device("cuda")).options._timeout
+    return int((values != expected).sum()), seconds, timeout.total_seconds()
 
 
 def nccl_timeout(trial: Trial) -> None:
@@ -115,16 +117,21 @@ def nccl_timeout(trial: Trial) -> None:
         begin = time.monotonic()
         _, error = ranks.outcome(0, _LIMIT_S)
     seconds = time.monotonic() - begin
+    if "ended with" not in error and "timeout" not in error.lower():
+        raise RuntimeError(error)
     trial.note(
         f"A collective that takes longer than {_NCCL_TIMEOUT_S:g} s: {error.splitlines()[-1]}."
     )
-    trial.count("NCCL's timeout: until the process ends", seconds, "s", at_most=45)
+    trial.count(
+        "NCCL's timeout: until the process ends", seconds, "s", at_least=_NCCL_TIMEOUT_S, at_most=45
+    )
 
 
 def _late_all_reduce(trial: Trial) -> None:
     values = torch.ones(1, device="cuda")
     dist.all_reduce(values)
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    cuda: Any = torch.cuda
+    cuda._sleep(_SLEEP_CYCLES)
     dist.all_reduce(values)
     trial.synchronize()
     raise AssertionError("the collective did not time out")

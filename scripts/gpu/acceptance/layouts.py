@@ -39,7 +39,8 @@ class Layout:
     @property
     def reference(self) -> "Layout":
         """One rank of the same backend with the same model."""
-        return Layout(name="one rank", size=1, backend=self.backend, model=self.model)
+        name = f"{self.backend}, {self.model}"
+        return Layout(name=name, size=1, backend=self.backend, model=self.model)
 
 
 def _megatron(name: str, size: int, *, model: str = "dense", **sizes: Any) -> Layout:
@@ -186,7 +187,8 @@ def _differences(results: dict[str, Any], reference: dict[str, Any]) -> dict[str
     return {
         "loss": _largest(results["loss"], reference["loss"]),
         "norm": _largest(results["norm"] / reference["norm"], torch.ones(_NUM_STEPS)),
-        "weights": max(weights),
+        # Unlike Python's, it is NaN if one of them is.
+        "weights": float(torch.tensor(weights).max()),
     }
 
 

@@ -9,7 +9,7 @@ from acceptance.ranks import run
 from acceptance.trial import Trial
 
 _AIMS = {
-    "float32": {"loss": 1e-5, "norm": 1e-4, "weights": 1e-5},
+    "float32": {"loss": 1e-4, "norm": 1e-4, "weights": 1e-5},
     "bfloat16": {"loss": 0.02, "norm": 0.05, "weights": 0.016},
 }
 """Largest differences from one rank. In bfloat16 weights near 1 are 0.0078 apart."""
@@ -36,13 +36,10 @@ def checks(trial: Trial) -> None:
             import_module(module)
     with trial.attempt("the models"):
         run(trial, layouts.write_models, size=1)
-    compared: set[Layout] = set()
-    for layout in LAYOUTS:
+    references = dict.fromkeys(layout.reference for layout in LAYOUTS)
+    for layout in (*references, *LAYOUTS):
         with trial.attempt(f"{layout.name} of {layout.size}"):
-            if layout.reference not in compared:
-                run(trial, layouts.train, layout.reference, size=1)
-                compared.add(layout.reference)
-            _compare(trial, layout)
+            _train(trial, layout)
     for check in (*_CHECKS, *_CUDA_CHECKS):
         if check in _CUDA_CHECKS and trial.device != "cuda":
             trial.note(f"{check.__name__}: needs CUDA.")
@@ -51,7 +48,7 @@ def checks(trial: Trial) -> None:
             check(trial)
 
 
-def _compare(trial: Trial, layout: Layout) -> None:
+def _train(trial: Trial, layout: Layout) -> None:
     differences, *_ = run(trial, layouts.train, layout, size=layout.size)
     for dtype, values in differences.items():
         for key, (name, unit) in _FIGURES.items():

@@ -167,7 +167,7 @@ def staged_messages() -> Generator[None]:
         return _Arrival(irecv(host, *arguments, **options), host, tensor)
 
     # `torch.distributed` compares operations with these by identity.
-    staged = {"isend": send_staged, "irecv": receive_staged}
+    staged: dict[str, Any] = {"isend": send_staged, "irecv": receive_staged}
     with mock.patch.multiple(dist, **staged), mock.patch.multiple(distributed_c10d, **staged):
         yield
 
