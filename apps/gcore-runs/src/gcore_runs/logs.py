@@ -5,6 +5,7 @@ import ctypes
 import faulthandler
 import heapq
 import io
+import json
 import logging
 import os
 import re
@@ -16,12 +17,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import count
 from logging.handlers import RotatingFileHandler
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from gcore_runs.errors import UserError
+from gcore_runs.host_memory import process_memory
 
 T = TypeVar("T")
 
@@ -34,6 +37,10 @@ MAIN = "main.log"
 MARK = "MARK"
 """Level of a line that dates the output above it."""
 _MARK_EVERY_S = 0.5
+_MARKS_A_READING = 10
+"""Marks for each reading of the process's memory."""
+MEMORY = ".memory"
+"""Suffix of the file next to a log in which its process writes its memory every few seconds."""
 _POLL_S = 0.3
 _IOLBF = 1
 """C's constant: a buffer is written at the end of every line."""
@@ -229,8 +236,16 @@ def _redirect(file: _File, stack: ExitStack) -> None:
     faulthandler.enable(2)
     ended = threading.Event()
 
+    memory = Path(file.baseFilename).with_suffix(MEMORY)
+
     def mark() -> None:
-        while not ended.wait(_MARK_EVERY_S):
+        for number in count():
+            if number % _MARKS_A_READING == 0:
+                # On a full disk there is none.
+                with suppress(OSError):
+                    memory.write_text(json.dumps(process_memory(memory.stem)))
+            if ended.wait(_MARK_EVERY_S):
+                return
             file.mark()
 
     marks = threading.Thread(target=mark, name="log-marks", daemon=True)

@@ -50,6 +50,7 @@ class RunFolder:
         self.fingerprints = path / "fingerprints.json"
         self.metrics = path / "metrics.jsonl"
         self.spans = path / "spans.jsonl"
+        self.memory = path / "memory.jsonl"
         self.placement = path / "placement.json"
         self.warnings = path / "warnings.jsonl"
         self.logs = path / "logs"

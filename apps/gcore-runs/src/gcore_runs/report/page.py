@@ -30,6 +30,8 @@ from gcore_runs.report.samples import are_verified, clip, training_samples, verd
 
 MAX_PARTS = 24
 """Most parts of rewards that have a chart."""
+MAX_MEMORIES = 12
+"""Most processes whose memory has a chart."""
 MAX_SAMPLES = 32
 _PART = re.compile(r"reward/(.+)/mean")
 
@@ -67,6 +69,9 @@ def _render(run: ReportedRun) -> str:
         for signal in (*run.kind.signals, *_parts_of_rewards(run))
     ]
     signals.append(load_panel(run))
+    # The first name is the step.
+    names = metric_names(run.memory)[1 : MAX_MEMORIES + 1]
+    signals += [signal_panel(run.memory, f"Memory: {name}", name, "GB") for name in names]
     gallery = read_gallery(run.samples, run.notes) if run.kind.has_pictures else None
     return template.from_string(source).render(
         run=run,

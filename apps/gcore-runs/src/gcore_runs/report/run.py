@@ -90,6 +90,7 @@ class ReportedRun:
         spans = _by_step(_read_rows(folder.spans, "controllers", notes, last=MAX_SPAN_STEPS))
         self.spans = [StepSpans.from_row(row) for row in spans]
         self.metrics = _by_step(_read_rows(folder.metrics, "step", notes))
+        self.memory = _by_step(_read_rows(folder.memory, "step", notes))
         self.warmup = _by_step(_read_rows(folder.warmup, "step", notes))
         self.before = _read_rows(folder.samples / "before.jsonl", "prompt", notes)
         self.after = _read_rows(folder.samples / "after.jsonl", "prompt", notes)

@@ -233,8 +233,9 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Serve the metrics for Prometheus at http://HOST:PORT/metrics: HOST:PORT, or PORT for 127.0.0.1, which is this
     machine alone; empty: do not."""
     heartbeat_timeout_s: Annotated[float, above(0, "above 0")] = 120.0
-    """Seconds without a sign of life of a training rank's process, whatever the rank computes, after which the rank
-    counts as lost: it was stopped, or its machine hangs."""
+    """Seconds without a sign of life of a training rank's process, or a controller's on Ray, after which it counts as
+    lost: it was stopped, or its machine hangs. A call of ranks that are alive may take ten times as long as the longest
+    one so far, and five times this at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
