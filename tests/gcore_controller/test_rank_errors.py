@@ -1,6 +1,7 @@
 """Errors of training ranks: those of collectives that miss a rank, and those of code."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,21 +58,65 @@ def test_an_error_of_code_is_none(error: Exception) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "how"),
+    ("what", "first", "second", "limit_s"),
     [
-        ("SIGKILL", "was killed by SIGKILL"),
-        ("SIGSTOP", "gave no sign of life for 2 s: it was stopped, or is stuck"),
+        (
+            "SIGKILL",
+            "training rank 0 (process {pid}) was killed by SIGKILL; {log} ends with: begins",
+            "",
+            0.0,
+        ),
+        (
+            "abort",
+            "training rank 0 (process {pid}) was killed by SIGABRT; {log} ends with: [Rank 0] Watchdog caught "
+            "collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) | ",
+            "",
+            0.0,
+        ),
+        (
+            "SIGSTOP",
+            "training rank 0 (process {pid}) gave no sign of life for 2 s in score: it is stopped on {host}, by the "
+            "state T in /proc/{pid}/stat; its log is {log}",
+            "",
+            2.0,
+        ),
+        (
+            "hang",
+            "training rank 0 (process {pid}) gave no answer to score within 10 s: its stacks are on {host} in {log}",
+            "; training rank 1 (process ",
+            10.0,
+        ),
     ],
 )
-def test_a_loss_is_named_by_every_later_call(number: str, how: str) -> None:
-    """Of local ranks: the caller that met it may have carried on."""
+def test_a_loss_is_named_by_every_later_call(
+    tmp_path: Path, what: str, first: str, second: str, limit_s: float
+) -> None:
+    """Of local ranks: the caller that met it may have carried on. One that hangs is alive, and another waits for it."""
     program = Path(__file__).with_name("ranks_that_are_killed.py")
     done = subprocess.run(
-        [sys.executable, program, number], capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, program, what, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["errors"] == [f"training rank 0 (process {found['pid']}) {how}"] * 4
+    error, *later = found["errors"]
+    expected = first.format(
+        pid=found["pid"], log=tmp_path / "rank-0.log", host=socket.gethostname()
+    )
+    assert error.startswith(expected)
+    assert second in error
+    assert later == [error] * 3
+    # Looks at the ranks are a second apart, and stacks take two.
+    assert limit_s <= found["seconds"][0] < limit_s + 60
+    stacks = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
+    if what == "hang":
+        assert "in wait_for_ever" in stacks[0]
+    if limit_s:
+        assert "in barrier" in stacks[1]
+        assert "in score" in stacks[1]
 
 
 def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,26 @@ import os
 import signal
 import socket
 import time
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+import torch.distributed as dist
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from runtimes import AnyProgram, Ctx
 
-from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError
-from gcore_controller.runtimes.ray import RayControllers, check_token, run_ray
+from gcore_controller.errors import (
+    ClusterError,
+    ControllerDiedError,
+    ControllerError,
+    RankError,
+)
+from gcore_controller.runtimes.ray import RayControllers, RayTrainerGroup, check_token, run_ray
+from gcore_controller.trainer_group import TrainerSpec
 
 NUM_NODES = 2
 
@@ -100,6 +108,67 @@ async def test_a_killed_controller_is_named(tmp_path: Path) -> None:
     died = rf"controller 2, process {pid} on [\d.]+, died: it was killed, ran out of memory, or crashed"
     with pytest.raises(ControllerDiedError, match=died):
         await asyncio.wait_for(running, 300)
+
+
+async def test_a_stopped_controller_is_named(tmp_path: Path) -> None:
+    async def program(ctx: Ctx) -> None:
+        if ctx.rank == 1:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await ctx.group.barrier()
+
+    with pytest.raises(ControllerDiedError) as info:
+        await run_ray(program, roles=list[str](), world_size=2, heartbeat_timeout_s=4.0)
+    pid = (tmp_path / "pid").read_text()
+    assert str(info.value).startswith(f"controller 1, process {pid} on ")
+    problem = f"gave no sign of life for 4 s in the program: it is stopped on {socket.gethostname()}, by the state T"
+    assert f", {problem} in /proc/{pid}/stat" in str(info.value)
+
+
+class Worker:
+    """A rank without models, which waits for the others, or for ever."""
+
+    roles = ("actor",)
+
+    def replica(self, role: str) -> tuple[int, int]:
+        del role
+        return dist.get_rank(), dist.get_world_size()
+
+    def compute(self, hangs: bool) -> None:
+        while hangs and dist.get_rank() == 0:
+            time.sleep(0.1)
+        dist.barrier()
+
+
+async def test_ranks_that_hang_are_named(tmp_path: Path) -> None:
+    """All of them are alive: one hangs, and the other waits for it."""
+
+    def enter(rank: int) -> None:
+        os.dup2(os.open(tmp_path / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
+
+    spec = TrainerSpec(
+        make_worker=lambda _: Worker(),  # pyright: ignore[reportArgumentType] - it is asked to compute alone
+        num_ranks=2,
+        device="cpu",
+        num_threads=1,
+        enter_process=enter,
+        heartbeat_timeout_s=4.0,
+    )
+    group = RayTrainerGroup()
+    await group.start(spec, num_cpus=0.5, num_gpus=0.0, timeout_s=120.0)
+    try:
+        await group.ranks.call("ask", methodcaller("compute", hangs=False), stage="compute")
+        start_s = time.monotonic()
+        with pytest.raises(RankError) as info:
+            await group.ranks.call("ask", methodcaller("compute", hangs=True), stage="compute")
+        assert 20.0 <= time.monotonic() - start_s < 90.0
+    finally:
+        group.kill()
+    problem = f"gave no answer to compute within 20 s: its stacks are on {socket.gethostname()} in "
+    for rank, line in enumerate(str(info.value).split("; training rank 1")):
+        log = tmp_path / f"rank-{rank}.log"
+        assert f"{problem}{log}" in line
+        assert ["in compute", "in barrier"][rank] in log.read_text()
 
 
 async def test_the_others_stay_when_one_is_replaced(tmp_path: Path) -> None:

@@ -276,6 +276,12 @@ class BlockingEngine(FakeEngine):
         await super().update_weights(weights, version=version)
 
 
+def make_logged(log: Path) -> FakeEngine:
+    """Make an engine whose process has a log as standard error."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    return FakeEngine()
+
+
 async def make_slow_engine() -> FakeEngine:
     return FakeEngine(step_s=0.02)
 

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import time
@@ -23,6 +24,7 @@ from fake_engine import (
     BlockingEngine,
     FakeEngine,
     be_killed,
+    make_logged,
     make_owner,
     make_slow_engine,
     make_when_free,
@@ -377,15 +379,25 @@ async def test_exit_differs_from_kill(slow: EngineProcess) -> None:
         await collect(slow, make_request("exit", 2))
 
 
-async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang() -> None:
-    engine = await start(FakeEngine, heartbeat_timeout_s=4.0)
+async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    engine = await start(partial(make_logged, log), heartbeat_timeout_s=4.0)
     time.sleep(6)
     assert len(await collect(engine, make_request("r", 2))) == 1
-    with pytest.raises(
-        EngineDiedError, match=r"was killed by SIGKILL because it had been silent for 4.0 s"
-    ):
+    reason = "was killed by SIGKILL because it had been silent for 4.0 s; its stacks are in its log"
+    with pytest.raises(EngineDiedError, match=reason):
         await collect(engine, make_request("hang", 2))
     assert not is_alive(engine.pid)
+    assert re.search(r"fake_engine.py., line \d+ in generate", log.read_text())
+    await engine.close()
+
+
+async def test_stopped_process_is_killed_and_said_to_be_stopped() -> None:
+    engine = await start(FakeEngine, heartbeat_timeout_s=4.0)
+    os.kill(engine.pid, signal.SIGSTOP)
+    reason = f"silent for 4.0 s; it is stopped, by the state T in /proc/{engine.pid}/stat"
+    with pytest.raises(EngineDiedError, match=reason):
+        await collect(engine, make_request("r", 2))
     await engine.close()
 
 

@@ -1,7 +1,9 @@
 """Training on ranks of their own, over gloo: the same run as in one process, and what happens when a rank dies."""
 
+import re
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -143,8 +145,15 @@ def test_a_stopped_rank_is_named_and_two_interrupts_end_the_run(
     stopped = signal_a_rank(command, cli.cwd / "runs/default", signal.SIGSTOP)
     finished = command.wait()
     assert finished.code == 2, finished
-    message = f"training rank 1 (process {stopped[1]}) gave no sign of life for 3 s: it was stopped, or is stuck"
-    assert finished.err == f"gcore-llm: error: {message}\n"
+    logs = cli.cwd / "runs/default/logs"
+    message = (
+        rf"gcore-llm: error: training rank 1 \(process {stopped[1]}\) gave no sign of life for 3 s in \w+: it is "
+        rf"stopped on {socket.gethostname()}, by the state T in /proc/{stopped[1]}/stat; "
+        rf"its log is {logs}/trainer-1.log\n"
+    )
+    assert re.fullmatch(message, finished.err)
+    # The other one waits for it.
+    assert "most recent call first" in (logs / "trainer-0.log").read_text()
 
     command = cli.start(*args)
     stopped += signal_a_rank(command, cli.cwd / "runs/default", signal.SIGSTOP)

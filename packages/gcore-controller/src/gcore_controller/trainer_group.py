@@ -5,8 +5,10 @@ the run holds: `runtimes.inline` in this process, `runtimes.local` on local proc
 Ranks in processes of their own answer the messages of this module. Controllers call a `TrainerClient`.
 """
 
+import faulthandler
 import os
 import re
+import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
+from gcore_controller.hangs import log_of, record_collectives
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,9 @@ Weights = Iterable[tuple[str, "torch.Tensor"]]
 
 Replica = tuple[int, int]
 """The data-parallel replica that a rank belongs to, and the number of replicas."""
+
+Joined = tuple[dict[str, Replica], str]
+"""A rank's replica in each role, and the file that its standard error goes to."""
 
 
 class TrainerWorker(Protocol[BatchT_contra]):
@@ -119,35 +125,38 @@ class TrainerGroup(ABC):
     @property
     def num_updates(self) -> int:
         """Updates of all models so far."""
-        return self._ask_all(attrgetter("num_updates"))
+        return self._ask_all("num_updates", attrgetter("num_updates"))
 
     def save_pretrained(self, path: Path) -> None:
         """See `TrainerWorker.save_pretrained`."""
-        self._ask_all(methodcaller("save_pretrained", path.absolute()))
+        self._ask_all("save_pretrained", methodcaller("save_pretrained", path.absolute()))
 
     def save(self, step: int, rest: State) -> None:
         """See `TrainerWorker.save`."""
-        self._ask_all(methodcaller("save", step, rest))
+        self._ask_all("save", methodcaller("save", step, rest))
 
     def load(self) -> State:
         """See `TrainerWorker.load`."""
-        return self._ask_all(methodcaller("load"))
+        return self._ask_all("load", methodcaller("load"))
 
     async def sleep(self) -> None:
         """See `TrainerWorker.sleep`."""
-        self._ask_all(methodcaller("sleep"))
+        self._ask_all("sleep", methodcaller("sleep"))
 
     async def wake(self) -> None:
         """See `TrainerWorker.wake`."""
-        self._ask_all(methodcaller("wake"))
+        self._ask_all("wake", methodcaller("wake"))
 
     @abstractmethod
     def close(self) -> None:
         """Wait until checkpoints are written, and end the processes of the group, if it has any."""
 
     @abstractmethod
-    def _ask_all(self, message: Message) -> Any:
-        """Send a message to all ranks, wait for all answers, and return that of rank 0."""
+    def _ask_all(self, stage: str, message: Message) -> Any:
+        """Send a message to all ranks, wait for all answers, and return that of rank 0.
+
+        ``stage`` is its name in errors, and what `hangs.limit_s` limits its time by.
+        """
 
 
 class SharedTrainerGroup(TrainerGroup, Generic[BatchT]):
@@ -220,7 +229,9 @@ class TrainerSpec:
     expected_errors: tuple[type[Exception], ...] = ()
     """Errors that callers get as they were raised; any other becomes what `rank_failure` says, with its traceback."""
     heartbeat_timeout_s: float = 120.0
-    """How long a rank's process may show no sign of life, whatever the rank computes, until the rank counts as lost."""
+    """How long a rank's process may show no sign of life, whatever the rank computes, until the rank counts as lost.
+
+    A rank that is alive may take ten times as long to answer as it took so far, and five of these timeouts at least."""
     preload: Sequence[str] = ()
     """Modules that all local processes need; they are imported once."""
 
@@ -255,23 +266,26 @@ def _check_interfaces() -> None:
 
 def join_ranks(
     spec: TrainerSpec, rank: int, store: Any, device: str
-) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
+) -> tuple[TrainerWorker[Any], Joined]:
     """Build the models together with the other ranks, which meet in ``store``, one of torch.distributed's.
 
-    Returns the worker, and this rank's replica in each role.
+    From here on SIGUSR1 writes the stacks of all threads to the standard error.
     """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(spec.num_threads)
+    faulthandler.register(signal.SIGUSR1, file=2, chain=False)
     _check_interfaces()
     options: dict[str, Any] = {"backend": "gloo"}
     if device.startswith("cuda"):
+        record_collectives()
         # Objects, and waits for a rank that writes, go over gloo: NCCL would end a run in which a wait takes long.
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device(device)}
     dist.init_process_group(**options, store=store, rank=rank, world_size=spec.num_ranks)
     worker = spec.make_worker(device)
-    return worker, {role: worker.replica(role) for role in worker.roles}
+    replicas = {role: worker.replica(role) for role in worker.roles}
+    return worker, (replicas, log_of(os.getpid()))
 
 
 def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:

@@ -300,8 +300,8 @@ class ModelledLearner(SharedTrainerGroup[Sequence[Any]]):
     def close(self) -> None:
         """Do nothing."""
 
-    def _ask_all(self, message: Callable[[Any], Any]) -> Any:
-        del message
+    def _ask_all(self, stage: str, message: Callable[[Any], Any]) -> Any:
+        del stage, message
         raise UserError("a simulated learner has no checkpoint")
 
     async def _work(

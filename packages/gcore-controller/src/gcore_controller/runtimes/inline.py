@@ -298,7 +298,8 @@ class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
     def close(self) -> None:
         self._worker.close()
 
-    def _ask_all(self, message: Message) -> Any:
+    def _ask_all(self, stage: str, message: Message) -> Any:
+        del stage
         return message(self._worker)
 
 

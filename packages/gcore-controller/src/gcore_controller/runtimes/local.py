@@ -18,11 +18,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gcore_controller.errors import RankError
+from gcore_controller.hangs import DUMP_S, describe_end, inspect_process, limit_s
 from gcore_controller.trainer_group import (
     BatchT,
+    Joined,
     Message,
     Replica,
     SharedTrainerGroup,
@@ -86,7 +88,7 @@ def _run_rank(
 ) -> None:
     """Answer messages until the pipe is closed: with an error, or None, and a value.
 
-    The first answer, to no message, holds the rank's replica in each role.
+    The first answer, to no message, is what `join_ranks` returns of the rank.
     """
     threading.Thread(target=_count_heartbeats, args=[heartbeats], daemon=True).start()
     spec.enter_process(rank)
@@ -104,8 +106,8 @@ def _run_rank(
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     try:
-        worker, replicas = join_ranks(spec, rank, FileStore(str(store), spec.num_ranks), device)
-        connection.send((None, replicas))
+        worker, joined = join_ranks(spec, rank, FileStore(str(store), spec.num_ranks), device)
+        connection.send((None, joined))
         while True:
             message = connection.recv()
             connection.send((None, message(worker)))
@@ -152,6 +154,10 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         self._connections: list[Any] = []
         self._heartbeats: list[Any] = []
         self._heartbeat_timeout_s = spec.heartbeat_timeout_s
+        self._longest_s: dict[str, float] = {}
+        """Seconds of the longest call of each stage."""
+        self._logs = [""] * spec.num_ranks
+        """What each rank has as standard error, once it has joined."""
         self._is_asking = False
         """Whether answers of the ranks are due, also after an interrupt."""
         self._how_it_ended = "the training ranks have ended"
@@ -166,13 +172,14 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             self._processes.append(process)
             self._connections.append(ours)
         try:
-            replicas_by_rank = self._collect()
+            joined: list[Joined] = self._collect("start")
         except KeyboardInterrupt:
             self._end(kill=True)
             raise
+        self._logs = [log for _, log in joined]
         self._replicas: dict[str, list[Replica]] = {}
-        for role in replicas_by_rank[0]:
-            self._replicas[role] = [replicas[role] for replicas in replicas_by_rank]
+        for role in joined[0][0]:
+            self._replicas[role] = [replicas[role] for replicas, _ in joined]
 
     @property
     def num_replicas(self) -> int:
@@ -204,7 +211,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             # An interrupt cut a call short, and a rank may be stopped.
             self._end(kill=True)
         if self._connections:
-            self._ask_all(methodcaller("close"))
+            self._ask_all("close", methodcaller("close"))
             self._end()
 
     async def _compute(
@@ -218,7 +225,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             part = [micro_batches[i] for i in parts[replica]]
             messages.append(methodcaller(method, role, part, **options))
         async with self._turn:
-            asking = asyncio.create_task(asyncio.to_thread(self._ask, messages))
+            asking = asyncio.create_task(asyncio.to_thread(self._ask, method, messages))
             try:
                 of_ranks = await asyncio.shield(asking)
             except asyncio.CancelledError:
@@ -231,10 +238,10 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             of_replica.setdefault(replica, answer)
         return parts, [of_replica[replica] for replica in range(len(parts))]
 
-    def _ask_all(self, message: Message) -> Any:
-        return self._ask([message] * len(self._processes))[0]
+    def _ask_all(self, stage: str, message: Message) -> Any:
+        return self._ask(stage, [message] * len(self._processes))[0]
 
-    def _ask(self, messages: Sequence[Message]) -> list[Any]:
+    def _ask(self, stage: str, messages: Sequence[Message]) -> list[Any]:
         if not self._connections:
             # An earlier call met the loss, and its caller carried on.
             raise RankError(self._how_it_ended)
@@ -247,7 +254,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             raise RankError(self._how_it_ended)
         self._is_asking = True
         self._send(messages)
-        answers = self._collect()
+        answers = self._collect(stage)
         self._is_asking = False
         return answers
 
@@ -255,7 +262,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         """Have all ranks write their parts of the weights to a file; return its layout, and the digests of all."""
         assert self._write is not None, "write_weights is None; expected a function for local ranks"
         message = partial(_write_part, self._write, path, averaged)
-        answers = self._ask([message] * len(self._processes))
+        answers = self._ask("export_weights", [message] * len(self._processes))
         all_digests: dict[str, Any] = {}
         for _, digests in answers:
             all_digests.update(digests)
@@ -266,29 +273,31 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             with suppress(ConnectionError):  # `_collect` says which rank died, and how
                 connection.send(message)
 
-    def _collect(self) -> list[Any]:
-        """Receive an answer from every rank, in whatever order they come."""
+    def _collect(self, stage: str) -> list[Any]:
+        """Receive an answer from every rank, in whatever order they come; `RankError` if one hangs."""
         answers: dict[int, Any] = {}
         last_heartbeats = [0] * len(self._connections)
         num_silent = [0] * len(self._connections)
+        limit = limit_s(stage, self._longest_s, self._heartbeat_timeout_s)
+        # Looks are counted, and not time: this process may have been stopped together with the ranks.
+        waited_s = 0.0
         while len(answers) < len(self._connections):
-            waiting: list[Any] = []
-            for rank, connection in enumerate(self._connections):
-                if rank not in answers:
-                    waiting.append(connection)
-            ready = wait(waiting, timeout=_POLL_EVERY_S)
+            waiting = [rank for rank in range(len(self._connections)) if rank not in answers]
+            ready = wait([self._connections[rank] for rank in waiting], timeout=_POLL_EVERY_S)
             for connection in ready:
                 rank = self._connections.index(connection)
                 answers[rank] = self._receive(rank)
-            if not ready:
-                self._check_heartbeats(last_heartbeats, num_silent)
+            if ready:
+                continue
+            waited_s += _POLL_EVERY_S
+            self._check_heartbeats(stage, last_heartbeats, num_silent)
+            if waited_s >= limit:
+                self._end_hung(waiting, f"gave no answer to {stage} within {limit:g} s")
+        self._longest_s[stage] = max(waited_s, self._longest_s.get(stage, 0.0))
         return [answer for _, answer in sorted(answers.items())]
 
-    def _check_heartbeats(self, last: list[int], num_silent: list[int]) -> None:
-        """Raise `RankError` if a rank has been silent for too many calls of this, and update both lists.
-
-        Calls are counted, and not time: this process may have been stopped together with the ranks.
-        """
+    def _check_heartbeats(self, stage: str, last: list[int], num_silent: list[int]) -> None:
+        """End all ranks if one has been silent for too many calls of this, and update both lists."""
         for rank, counter in enumerate(self._heartbeats):
             # A rank that has not started waits for imports.
             is_silent = counter.value == last[rank] and counter.value > 0
@@ -297,13 +306,20 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
                 num_silent[rank] = 0
             last[rank] = counter.value
             if num_silent[rank] * _POLL_EVERY_S >= self._heartbeat_timeout_s:
-                pid = self._processes[rank].pid
-                self._how_it_ended = (
-                    f"training rank {rank} (process {pid}) gave no sign of life for {self._heartbeat_timeout_s:g} s: "
-                    "it was stopped, or is stuck"
-                )
-                self._end(kill=True)
-                raise RankError(self._how_it_ended)
+                problem = f"gave no sign of life for {self._heartbeat_timeout_s:g} s in {stage}"
+                self._end_hung([rank], problem)
+
+    def _end_hung(self, ranks: Sequence[int], problem: str) -> NoReturn:
+        """End all ranks because of some that do not answer, once all have written their stacks."""
+        lines: list[str] = []
+        for rank, process in enumerate(self._processes):
+            state = inspect_process(process.pid or 0)
+            if rank in ranks:
+                lines.append(f"training rank {rank} (process {process.pid}) {problem}: {state}")
+        time.sleep(DUMP_S)
+        self._how_it_ended = "; ".join(lines)
+        self._end(kill=True)
+        raise RankError(self._how_it_ended)
 
     def _receive(self, rank: int) -> Any:
         """Return a rank's next answer; if there is none, end all ranks: others may wait for it in a collective."""
@@ -323,7 +339,8 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
                 how = f"ended with exit code {code}"
                 if code < 0:
                     how = f"was killed by {signal.Signals(-code).name}"
-                self._how_it_ended = f"training rank {dead} (process {process.pid}) {how}"
+                end = describe_end(self._logs[dead], process.pid or 0)
+                self._how_it_ended = f"training rank {dead} (process {process.pid}) {how}{end}"
                 raise RankError(self._how_it_ended) from error
         assert error is not None
         raise error

@@ -6,19 +6,24 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError
+from gcore_controller.hangs import DUMP_S, describe_end, inspect_process, limit_s
 from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.cluster import free_resources
 from gcore_controller.runtimes.ray.devices import ReservedDevice
 
 _ANSWER_TIMEOUT_S = 10.0
+_LOOK_S = 60.0
+"""How long processes on all nodes, which look at those that do not answer, may take to start and to look."""
 _RETRY_S = 0.1
 _HEARTBEAT_EVERY_S = 1.0
 """Time between two looks at the heartbeats of actors."""
@@ -57,6 +62,10 @@ class ActorGroup:
     death_error: type[ControllerError] = ControllerDiedError
     heartbeat_timeout_s: float = 120.0
     """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
+    logs: Sequence[str] = ()
+    """What each has as standard error; empty: it is not known."""
+    longest_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of the longest call of each stage."""
 
     def failure(self, rank: int, error: BaseException) -> BaseException:
         """Return the error to raise where a call of an actor raised this one."""
@@ -71,48 +80,73 @@ class ActorGroup:
             location = self.locations[rank]
         return f"{self.noun} {rank}, {location},"
 
-    def death(self, rank: int, error: RayActorError) -> ControllerError:
-        """Return the error that says how an actor died."""
-        return self.death_error(f"{self.name(rank)} died: {_reason_of(error)}")
+    async def death(self, rank: int, error: RayActorError) -> ControllerError:
+        """Return the error that says how an actor died, and what it logged last."""
+        end = ""
+        if self.logs:
+            [end] = await answers_in_time([self._look(rank, describe_end, self.logs[rank])])
+        return self.death_error(f"{self.name(rank)} died: {_reason_of(error)}{end or ''}")
 
-    def silence(self, rank: int) -> ControllerError:
-        """Return the error that says that an actor shows no sign of life."""
-        return self.death_error(
-            f"{self.name(rank)} gave no sign of life for {self.heartbeat_timeout_s:g} s: it was stopped, or is stuck"
-        )
+    async def hang(self, ranks: Sequence[int], problem: str) -> ControllerError:
+        """Return the error that says which actors do not answer, and why, once all have written their stacks."""
+        looks = [self._look(rank, inspect_process) for rank in range(len(self.actors))]
+        states = await answers_in_time(looks, timeout_s=_LOOK_S)
+        await asyncio.sleep(DUMP_S)
+        lines: list[str] = []
+        for rank in ranks:
+            state = states[rank] or "its node does not answer"
+            lines.append(f"{self.name(rank)} {problem}: {state}")
+        return self.death_error("; ".join(lines))
+
+    async def _look(self, rank: int, function: Callable[..., str], *args: str) -> str:
+        """Call a function on an actor's node with these arguments and its process."""
+        _, pid, _, host = self.locations[rank].split()
+        nodes = [node for node in ray.nodes() if node["NodeManagerAddress"] == host]
+        on_node = NodeAffinitySchedulingStrategy(nodes[-1]["NodeID"], soft=False)
+        remote: Any = ray.remote
+        look = remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+        return await look.remote(*args, int(pid))
 
     async def call(
-        self, method: str, *args: Any, ranks: Sequence[int] | None = None, **options: Any
+        self,
+        method: str,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        stage: str = "",
+        **options: Any,
     ) -> dict[int, Any]:
         """Call a method of all actors, or of those with these ranks, and return their `answers`."""
         calls: dict[int, Any] = {}
         for rank, actor in enumerate(self.actors):
             if ranks is None or rank in ranks:
                 calls[rank] = getattr(actor, method).remote(*args, **options)
-        return await self.answers(calls)
+        return await self.answers(calls, stage)
 
-    async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait for the answers to calls of some actors, by rank.
+    async def answers(self, calls: Mapping[int, Any], stage: str = "") -> dict[int, Any]:
+        """Wait for the answers to calls of some actors, by rank; without a ``stage`` they may take any time.
 
         Raises:
-            Exception: the first cause of an error: the `death` or `silence` of an actor, or else the first `failure`.
+            Exception: the first cause of an error: the `death` or `hang` of an actor, or else the first `failure`.
         """
         replies = {rank: future_of(call) for rank, call in calls.items()}
-        await self._wait(replies.values())
+        await self._wait(replies, stage)
         errors = _errors(replies)
         if errors:
             rank, error = next(iter(errors.items()))
             for dead, death in {**errors, **await self._news(errors)}.items():
                 if isinstance(death, RayActorError) and _is_death(death):
-                    raise self.death(dead, death) from None
+                    raise await self.death(dead, death) from None
             raise self.failure(rank, error) from None
         return {rank: reply.result() for rank, reply in replies.items()}
 
-    async def _wait(self, replies: "Iterable[asyncio.Future[Any]]") -> None:
-        """Wait for all answers, or for one that is an error; raise `silence` if an actor shows no sign of life."""
-        pending = set(replies)
+    async def _wait(self, replies: "Mapping[int, asyncio.Future[Any]]", stage: str) -> None:
+        """Wait for all answers, or for one that is an error; raise `hang` if an actor does not answer."""
+        pending = set(replies.values())
         heartbeats: dict[int, Any] = {}
         num_silent: dict[int, int] = {}
+        limit = limit_s(stage, self.longest_s, self.heartbeat_timeout_s)
+        # Looks are counted, and not time: this process may have been stopped meanwhile.
+        waited_s = 0.0
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=_HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
@@ -124,13 +158,18 @@ class ActorGroup:
                 continue
             for rank, actor in enumerate(self.actors):
                 if rank in heartbeats and not heartbeats[rank].done():
-                    # Looks are counted, and not time: this process may have been stopped meanwhile.
                     num_silent[rank] += 1
                 else:
                     heartbeats[rank] = actor.is_alive.remote().future()
                     num_silent[rank] = 0
                 if num_silent[rank] * _HEARTBEAT_EVERY_S >= self.heartbeat_timeout_s:
-                    raise self.silence(rank)
+                    problem = f"gave no sign of life for {self.heartbeat_timeout_s:g} s in {stage or 'the program'}"
+                    raise await self.hang([rank], problem)
+            waited_s += _HEARTBEAT_EVERY_S
+            if stage and waited_s >= limit:
+                hung = [rank for rank, reply in replies.items() if not reply.done()]
+                raise await self.hang(hung, f"gave no answer to {stage} within {limit:g} s")
+        self.longest_s[stage] = max(waited_s, self.longest_s.get(stage, 0.0))
 
     async def _news(self, errors: Mapping[int, BaseException]) -> Mapping[int, BaseException]:
         """Return deaths of actors; one that misses another may report it before that one's death is known."""
@@ -150,11 +189,13 @@ def future_of(call: Any) -> "asyncio.Future[Any]":
     return future
 
 
-async def answers_in_time(calls: Iterable[Any]) -> list[Any]:
+async def answers_in_time(
+    calls: Iterable[Any], *, timeout_s: float = _ANSWER_TIMEOUT_S
+) -> list[Any]:
     """Return the answers to calls of actors; None for each that fails or takes long."""
     replies = [future_of(call) for call in calls]
     if replies:
-        await asyncio.wait(replies, timeout=_ANSWER_TIMEOUT_S)
+        await asyncio.wait(replies, timeout=timeout_s)
     answers: list[Any] = []
     for reply in replies:
         has_answer = reply.done() and not reply.exception()

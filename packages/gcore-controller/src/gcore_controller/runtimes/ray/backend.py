@@ -172,6 +172,9 @@ class RayBackend(Generic[JobT, ConfigT]):
         )
         try:
             await run_until_done(run, self._watch_capacity(), self._observe_stages())
+        except RankError as error:
+            self.learner.loss = error
+            raise
         finally:
             # Nothing else finds out what is lost from now on.
             self._is_updating = False
@@ -356,6 +359,7 @@ class RayBackend(Generic[JobT, ConfigT]):
             num_cpus=1.0,
             resources={"GPU": config.gpus_per_controller} if config.gpus_per_controller else None,
             start_timeout_s=config.ray.timeout_s,
+            heartbeat_timeout_s=self.trainer_spec(config).heartbeat_timeout_s,
         )
 
     async def _watch_capacity(self) -> None:

@@ -1,7 +1,9 @@
 """The controllers of a run on Ray: their actors, and the process that starts them and waits for them."""
 
 import asyncio
+import faulthandler
 import os
+import signal
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +51,8 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._rank = rank
         self._world_size = world_size
         self._run: asyncio.Task[ResultT] | None = None
+        # The stacks of all threads, if it does not answer.
+        faulthandler.register(signal.SIGUSR1, file=2, chain=False)
         self._begin([], 0)
 
     def _begin(self, peers: Sequence[Any], number: int) -> None:
@@ -186,11 +190,17 @@ class RayControllers:
     """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`."""
 
     def __init__(
-        self, bundle: dict[str, float], *, world_size: int, start_timeout_s: float
+        self,
+        bundle: dict[str, float],
+        *,
+        world_size: int,
+        start_timeout_s: float,
+        heartbeat_timeout_s: float,
     ) -> None:
         self._bundle = bundle
         self._world_size = world_size
         self._start_timeout_s = start_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._placement: Any = None
         self._controllers: list[Any] = []
         self._num_runs = 0
@@ -207,6 +217,7 @@ class RayControllers:
         num_cpus: float = 1.0,
         resources: Mapping[str, float] | None = None,
         start_timeout_s: float = 120.0,
+        heartbeat_timeout_s: float = 120.0,
         address: str | None = None,
     ) -> Self:
         """Reserve resources for the controllers.
@@ -214,6 +225,7 @@ class RayControllers:
         Args:
             num_cpus: that each controller reserves, with other ``resources`` by Ray's names, such as GPU.
             start_timeout_s: how long it may take to reserve the resources and, at every run, to start the controllers.
+            heartbeat_timeout_s: how long a controller's process may show no sign of life during a run.
             address: of the cluster, as `ray.init` takes it; default: the one that this process is connected to, the one
                 that RAY_ADDRESS names, or a new one on this machine, until `close`.
 
@@ -224,7 +236,12 @@ class RayControllers:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
         bundle = {"CPU": num_cpus, **(resources or {})}
-        controllers = cls(bundle, world_size=world_size, start_timeout_s=start_timeout_s)
+        controllers = cls(
+            bundle,
+            world_size=world_size,
+            start_timeout_s=start_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
         if controllers._disconnects:
             connect(address)
         try:
@@ -269,7 +286,9 @@ class RayControllers:
             self._num_runs += 1
             actors = list(self._controllers)
             locations = await self._call_all("meet", actors, self._num_runs)
-            group = ActorGroup(actors, [*locations.values()])
+            group = ActorGroup(
+                actors, [*locations.values()], heartbeat_timeout_s=self._heartbeat_timeout_s
+            )
             packed = ray.put((program, roles))
             watchers: list[Coroutine[Any, Any, None]] = []
             for rank, controller in enumerate(group.actors):

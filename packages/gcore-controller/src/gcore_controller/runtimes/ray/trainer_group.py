@@ -31,6 +31,7 @@ from gcore_controller.trainer_client import (
 )
 from gcore_controller.trainer_group import (
     BatchT,
+    Joined,
     Message,
     Replica,
     TrainerGroup,
@@ -65,7 +66,7 @@ class TrainingRank:
         address = host, self._listener.getsockname()[1]
         return f"process {os.getpid()} on {host}", address, ReservedDevice.of_actor(self)
 
-    def join(self, rank: int, host: str, port: int) -> dict[str, Replica]:
+    def join(self, rank: int, host: str, port: int) -> Joined:
         """See `join_ranks`; ranks meet where rank 0 listens. Ray shows each actor its own GPUs only."""
         self._spec.enter_process(rank)
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
@@ -80,8 +81,8 @@ class TrainingRank:
             master_listen_fd=descriptor,
         )
         device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
-        self._worker, replicas = join_ranks(self._spec, rank, store, device)
-        return replicas
+        self._worker, joined = join_ranks(self._spec, rank, store, device)
+        return joined
 
     def ask(self, message: Message) -> Any:
         """Answer a message."""
@@ -132,6 +133,8 @@ class RayTrainerGroup(TrainerGroup):
     def __init__(self) -> None:
         self.ranks = RankHandles()
         """The handles that controllers are given."""
+        self.loss: RankError | None = None
+        """Why the ranks do not answer any more, until they are started again; every call raises it."""
 
     async def start(
         self,
@@ -184,24 +187,27 @@ class RayTrainerGroup(TrainerGroup):
                     rank: actor.join.remote(rank, *address)
                     for rank, actor in enumerate(self.ranks.actors)
                 }
-                joined = await self.ranks.answers(calls)
+                joined = [*(await self.ranks.answers(calls)).values()]
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
             ) from None
-        replicas = {role: [of_rank[role] for of_rank in joined.values()] for role in joined[0]}
-        self.ranks = replace(self.ranks, replicas=replicas)
+        replicas = {role: [of_rank[role] for of_rank, _ in joined] for role in joined[0][0]}
+        self.ranks = replace(self.ranks, replicas=replicas, logs=[log for _, log in joined])
 
     def close(self) -> None:
         try:
             if self.ranks.replicas:
-                self._ask_all(methodcaller("close"))
+                self._ask_all("close", methodcaller("close"))
         finally:
             self.kill()
 
-    def _ask_all(self, message: Message) -> Any:
+    def _ask_all(self, stage: str, message: Message) -> Any:
+        if self.loss is not None:
+            raise self.loss
         # In a thread, because this one may run an event loop. An interrupt does not wait for it.
-        answers = ThreadPoolExecutor(1).submit(asyncio.run, self.ranks.call("ask", message))
+        asking = self.ranks.call("ask", message, stage=stage)
+        answers = ThreadPoolExecutor(1).submit(asyncio.run, asking)
         return answers.result()[0]
 
     def kill(self) -> None:
@@ -209,6 +215,7 @@ class RayTrainerGroup(TrainerGroup):
         for actor in self.ranks.actors:
             ray.kill(actor)
         self.ranks = RankHandles()
+        self.loss = None
 
 
 class RayTrainerClient(TrainerClient[BatchT]):
@@ -322,12 +329,12 @@ class RayTrainerClient(TrainerClient[BatchT]):
 
     async def _ask_own_ranks(self, method: str) -> None:
         """Have this controller's ranks do something."""
-        await self._ranks.call("ask", methodcaller(method), ranks=self._own_ranks)
+        await self._ranks.call("ask", methodcaller(method), ranks=self._own_ranks, stage=method)
 
     async def _call_all_ranks(self, method: str, **options: Any) -> list[Any]:
         """Return the answers of all ranks, of which this controller asks its own."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
-            answers = await self._ranks.call(method, ranks=self._own_ranks, **options)
+            answers = await self._ranks.call(method, ranks=self._own_ranks, stage=method, **options)
         return list(chain.from_iterable(await self.group.all_gather(list(answers.values()))))
 
     async def _compute(
@@ -340,7 +347,8 @@ class RayTrainerClient(TrainerClient[BatchT]):
             for rank, batches in batches_by_rank.items():
                 actor = self._ranks.actors[rank]
                 calls[rank] = actor.compute.remote(method, role, batches, **options)
-            return await self._ranks.answers(calls)
+            # A single rank waits for no other, and other calls of it may come first.
+            return await self._ranks.answers(calls, "" if self.can_score_alone else method)
 
     async def _compute_together(
         self, method: str, role: str, micro_batches: Sequence[BatchT], **options: Any

@@ -1,10 +1,13 @@
 """The base of the clients of remote engines: calls and their answers, whatever carries the messages."""
 
 import asyncio
+import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar, Generic
 
 from gcore_rollout.engines.protocol import (
@@ -20,6 +23,8 @@ from gcore_rollout.errors import EngineDiedError, RolloutError
 from gcore_rollout.weight_sync.digests import HeldWeights, report_weights
 
 END_TIMEOUT_S = 10.0
+_STACKS_S = 1.0
+"""How long a process may take to write its stacks."""
 
 
 @dataclass(eq=False)
@@ -48,6 +53,8 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
 
     _HOW_TO_OPEN: ClassVar[str]
     """Advice for errors once the engine is closed."""
+    _is_local = True
+    """Whether the process is one of this machine."""
 
     def __init__(self, pid: int, *, heartbeat_timeout_s: float) -> None:
         self.pid = pid
@@ -112,8 +119,8 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         """Send a message; it is lost if the process is gone."""
 
     @abstractmethod
-    def _end_silent(self, reason: str) -> None:
-        """Kill the process, which has been silent for too long."""
+    def _end_silent(self, reason: str, state: str) -> None:
+        """Kill the process, which has been silent for too long; ``state`` says what it did, and ends a sentence."""
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
         check_open(
@@ -189,11 +196,25 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
             # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
             # turn.
             self._silent_s += interval_s
-        self._end_silent(f"silent for {self._silent_s:.1f} s")
+        state = await _inspect(self.pid) if self._is_local else ""
+        self._end_silent(f"silent for {self._silent_s:.1f} s", state)
 
     async def _is_controlled(self) -> bool:
         """Return whether calls other than `generate` are in progress, which may block the engine's event loop."""
         return bool(self._replies)
+
+
+async def _inspect(pid: int) -> str:
+    """Have a process of this machine write its stacks, and return so, or that it is stopped, to end a sentence."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        os.kill(pid, signal.SIGUSR1)
+    except OSError:
+        return ""
+    if state in "Tt":
+        return f"; it is stopped, by the state {state} in /proc/{pid}/stat"
+    await asyncio.sleep(_STACKS_S)
+    return "; its stacks are in its log"
 
 
 def new_future() -> "asyncio.Future[Any]":

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import platform
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -161,6 +162,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         self.making_s = incarnation.making_s
         self._actor = handle.actor
         self._incarnation = incarnation
+        self._is_local = incarnation.host == platform.node()
         self._stats = stats
         self._client = uuid4().hex
         self._numbers = count()
@@ -260,8 +262,8 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             return await asyncio.wait_for(call, END_TIMEOUT_S)
         return False
 
-    def _end_silent(self, reason: str) -> None:
-        self._end(f"it was {reason}, and killed")
+    def _end_silent(self, reason: str, state: str) -> None:
+        self._end(f"it was {reason}, and killed{state}")
         self._life.cancel()
         ray.kill(self._actor, no_restart=False)
 

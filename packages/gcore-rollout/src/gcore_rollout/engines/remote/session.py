@@ -1,11 +1,13 @@
 """The side of a remote engine, in a process or a Ray actor: messages, the making of the engine, and its answers."""
 
 import asyncio
+import faulthandler
 import gc
 import inspect
 import os
 import pickle
 import re
+import signal
 import sys
 import time
 import traceback
@@ -191,6 +193,8 @@ class EngineSession:
         send: Callable[[FromEngine], None],
         read: Callable[[Any], "Awaitable[Iterable[tuple[str, torch.Tensor]]]"],
     ) -> None:
+        # The stacks of all threads, for a client to which the process is silent.
+        faulthandler.register(signal.SIGUSR1, file=2, chain=False)
         self.engine: Any = None
         """None until it is made."""
         self._send = send
