@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from acceptance.report import Figure
 
@@ -54,18 +55,9 @@ class Trial:
         )
         self._add("figure", **asdict(figure))
 
-    def count(
-        self,
-        name: str,
-        value: float,
-        unit: str = "",
-        *,
-        at_least: float | None = None,
-        at_most: float | None = None,
-    ) -> None:
+    def count(self, name: str, value: float, unit: str = "", **aims: Any) -> None:
         """Add a number that does not depend on the device's speed; it is compared with its aim everywhere."""
-        figure = Figure(name=name, value=value, unit=unit, at_least=at_least, at_most=at_most)
-        self._add("figure", **asdict(figure))
+        self._add("figure", **asdict(Figure(name=name, value=value, unit=unit, **aims)))
 
     def note(self, text: str) -> None:
         """Add a sentence."""
