@@ -77,7 +77,7 @@ def main() -> None:
         heartbeat_timeout_s=2.0,
         preload=[program.__name__],
     )
-    group = LocalTrainerGroup[list[int]](spec, cost_of=lambda _: 1.0)
+    group = LocalTrainerGroup[list[str]](spec, cost_of=lambda _: 1.0)
     pid = group.num_updates
     what = sys.argv[1]
     asyncio.run(group.score("actor", [["nothing"]]))

@@ -75,8 +75,8 @@ def test_an_error_of_code_is_none(error: Exception) -> None:
         ),
         (
             "SIGSTOP",
-            "training rank 0 (process {pid}) gave no sign of life for 2 s in score: it is stopped on {host}, by the "
-            "state T in /proc/{pid}/stat; its log is {log}",
+            "training rank 0 (process {pid}) gave no sign of life for 2 s in score: it is stopped on {host}, "
+            "by /proc/{pid}/stat; its log is {log}",
             "",
             2.0,
         ),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +54,9 @@ def test_local_ranks_have_the_gpus_in_turn(
     monkeypatch.setattr(local, "join_ranks", joined)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ended)
-    connection, counter = cast(Any, SimpleNamespace()), SimpleNamespace(value=0)
+    connection = cast(Any, SimpleNamespace())
     with pytest.raises(Ended):
-        local._run_rank(rank, spec("cuda"), tmp_path / "store", connection, counter)  # pyright: ignore[reportPrivateUsage]  # the body of a process
+        local._run_rank(rank, spec("cuda"), tmp_path / "store", connection)  # pyright: ignore[reportPrivateUsage]  # the body of a process
     assert calls == [f"set {device}", f"rank {rank} joins on {device}"]
 
 
@@ -76,11 +77,24 @@ def test_ranks_exchange_tensors_where_they_are(
         found.append(given)
 
     monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "500"})
     places: list[str] = []
-    worker, replicas = join_ranks(
+    worker, (replicas, log) = join_ranks(
         spec(device, lambda place: places.append(place) or WORKER), 2, "store", device
     )
     assert (worker, replicas, places) == (WORKER, {"actor": (0, 1)}, [device])
+    # The collectives of NCCL are recorded, and written next to this process's log.
+    recorded = {name.removeprefix("TORCH_NCCL_"): value for name, value in os.environ.items()}
+    assert recorded.pop("TRACE_BUFFER_SIZE") == "500"
+    if device == "cpu":
+        assert not recorded
+    else:
+        pipe = f"{tempfile.gettempdir()}/gcore-{os.getpid()}-"
+        assert recorded == {
+            "DUMP_ON_TIMEOUT": "1",
+            "DEBUG_INFO_TEMP_FILE": f"{Path(log).parent}/nccl_",
+            "DEBUG_INFO_PIPE_FILE": pipe,
+        }
     assert found == [{**options, "store": "store", "rank": 2, "world_size": 3}]
     backend: Any = dist.Backend(options["backend"])
     timeout = distributed_c10d._get_default_timeout(backend)  # pyright: ignore[reportPrivateUsage]

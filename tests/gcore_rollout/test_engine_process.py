@@ -384,7 +384,9 @@ async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang(tmp_path: Path
     engine = await start(partial(make_logged, log), heartbeat_timeout_s=4.0)
     time.sleep(6)
     assert len(await collect(engine, make_request("r", 2))) == 1
-    reason = "was killed by SIGKILL because it had been silent for 4.0 s; its stacks are in its log"
+    reason = (
+        r"was killed by SIGKILL because it had been silent for 4.0 s \(its stacks are in its log\)"
+    )
     with pytest.raises(EngineDiedError, match=reason):
         await collect(engine, make_request("hang", 2))
     assert not is_alive(engine.pid)
@@ -395,7 +397,7 @@ async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang(tmp_path: Path
 async def test_stopped_process_is_killed_and_said_to_be_stopped() -> None:
     engine = await start(FakeEngine, heartbeat_timeout_s=4.0)
     os.kill(engine.pid, signal.SIGSTOP)
-    reason = f"silent for 4.0 s; it is stopped, by the state T in /proc/{engine.pid}/stat"
+    reason = rf"silent for 4.0 s \(it is stopped, by /proc/{engine.pid}/stat\)"
     with pytest.raises(EngineDiedError, match=reason):
         await collect(engine, make_request("r", 2))
     await engine.close()

@@ -148,7 +148,7 @@ def test_a_stopped_rank_is_named_and_two_interrupts_end_the_run(
     logs = cli.cwd / "runs/default/logs"
     message = (
         rf"gcore-llm: error: training rank 1 \(process {stopped[1]}\) gave no sign of life for 3 s in \w+: it is "
-        rf"stopped on {socket.gethostname()}, by the state T in /proc/{stopped[1]}/stat; "
+        rf"stopped on {socket.gethostname()}, by /proc/{stopped[1]}/stat; "
         rf"its log is {logs}/trainer-1.log\n"
     )
     assert re.fullmatch(message, finished.err)

@@ -170,6 +170,39 @@ def kills(command: Command, run: Path, *, seed: int) -> Iterator[str]:
         yield kind
 
 
+@pytest.mark.parametrize(
+    ("kind", "where", "remedy"),
+    [
+        ("training rank", r"\w+", "all training ranks were started again"),
+        ("controller", "the program", "another one takes over its share"),
+    ],
+)
+def test_a_stopped_process_is_named_and_replaced(
+    cli: Cli, own_args: list[str], kind: str, where: str, remedy: str
+) -> None:
+    """The run continues; the first step takes longer than the timeout."""
+    args = option_set(own_args, "--trainer.total-training-steps", "5")
+    args += ["--trainer.save-freq", "1", "--trainer.heartbeat-timeout-s", "8"]
+    sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
+    command = cli.start(*args, "--runtime", "ray", *sizes)
+    run = cli.cwd / "runs/default"
+    metrics = run / "metrics.jsonl"
+    command.wait_until(lambda: metrics.exists() and len(step_rows(run)) >= 2)
+    [_, stopped] = descendants(command.pid, TITLES[kind])
+    os.kill(stopped, signal.SIGSTOP)
+    start_s = time.monotonic()
+    command.wait_until(lambda: remedy in command.out)
+    assert 7.0 < time.monotonic() - start_s < 120.0
+    finished = command.wait()
+    assert finished.code == 0, finished
+    state = (
+        f"it is stopped on {socket.gethostname()}, by /proc/{stopped}/stat; its log is {run}/logs/"
+    )
+    message = rf"^{kind} \d, process {stopped} on [\d.]+, gave no sign of life for 8 s in {where}: {state}"
+    assert re.search(message, finished.out, flags=re.MULTILINE), finished.out
+    assert [row["step"] for row in step_rows(run)] == [1, 2, 3, 4, 5]
+
+
 def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[str]) -> None:
     """New weights are sent as changes, of which an engine that is replaced has none."""
     # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
@@ -283,7 +316,9 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     os.kill(int(place.split()[1]), signal.SIGSTOP)
     with pytest.raises(RankError) as info:
         learner.save(2, {"step": 2, "controllers": []})
-    problem = f"gave no sign of life for 8 s in save: it is stopped on {socket.gethostname()}, by the state T in /proc/"
+    problem = (
+        f"gave no sign of life for 8 s in save: it is stopped on {socket.gethostname()}, by /proc/"
+    )
     assert str(info.value).startswith(f"training rank 1, {place}, {problem}")
     assert str(info.value).endswith(f"; its log is {tmp_path}/logs/trainer-1.log")
     # Its place on the cluster is free again.

@@ -5,6 +5,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 DUMP_S = 2.0
@@ -13,7 +14,7 @@ _MIN_HEARTBEATS = 5
 _MAX_FACTOR = 10
 _TAIL_LINES = 3
 _NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
-_PIPE = f"{tempfile.gettempdir()}/gcore-collectives-"
+_PIPES = Path(tempfile.gettempdir())
 
 
 def limit_s(stage: str, longest_s: Mapping[str, float], heartbeat_timeout_s: float) -> float:
@@ -30,12 +31,13 @@ def record_collectives() -> None:
 
     The file is ``nccl_RANK``, in the format of torch's flight recorder. Variables that are set stay.
     """
+    pid = os.getpid()
     variables = {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{Path(log_of(os.getpid())).parent}/nccl_",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{Path(log_of(pid)).parent}/nccl_",
         # torch makes a pipe of this name and the rank, and writes the file when it reads something from it.
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{_PIPE}{os.getpid()}-",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{_PIPES}/gcore-{pid}-",
     }
     os.environ.update(variables | os.environ)
 
@@ -45,27 +47,31 @@ def log_of(pid: int) -> str:
     return str(Path(f"/proc/{pid}/fd/2").readlink())
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine is stopped, as by SIGSTOP or a debugger."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
 def inspect_process(pid: int) -> str:
     """Have a process of this machine write its stacks and its collectives; say where, or that it is stopped."""
     host = socket.gethostname()
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         os.kill(pid, signal.SIGUSR1)
         log = log_of(pid)
     except OSError:
         return f"it has ended on {host}"
-    if state in "Tt":
-        return (
-            f"it is stopped on {host}, by the state {state} in /proc/{pid}/stat; its log is {log}"
-        )
-    for pipe in Path(_PIPE).parent.glob(f"{Path(_PIPE).name}{pid}-*"):
+    if is_stopped(pid):
+        return f"it is stopped on {host}, by /proc/{pid}/stat; its log is {log}"
+    for pipe in _PIPES.glob(f"gcore-{pid}-*"):
         # Opened for both, it waits for no reader.
         with pipe.open("r+b", 0) as file:
             file.write(b"1")
     return f"its stacks are on {host} in {log}"
 
 
-def describe_end(log: str, pid: int) -> str:
+def describe_end(log: str, pid: int | str) -> str:
     """Return what a process has logged last, and first the line by which NCCL has ended it; empty: it has no log."""
     if not Path(log).is_file():
         return ""

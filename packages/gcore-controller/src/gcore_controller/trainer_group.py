@@ -229,9 +229,9 @@ class TrainerSpec:
     expected_errors: tuple[type[Exception], ...] = ()
     """Errors that callers get as they were raised; any other becomes what `rank_failure` says, with its traceback."""
     heartbeat_timeout_s: float = 120.0
-    """How long a rank's process may show no sign of life, whatever the rank computes, until the rank counts as lost.
-
-    A rank that is alive may take ten times as long to answer as it took so far, and five of these timeouts at least."""
+    """How long a rank's process may be stopped or, on Ray, show no sign of life, whatever it computes, until the rank
+    counts as lost. One that is alive may take ten times as long to answer as it took so far, and five of these timeouts
+    at least; see `hangs.limit_s`."""
     preload: Sequence[str] = ()
     """Modules that all local processes need; they are imported once."""
 

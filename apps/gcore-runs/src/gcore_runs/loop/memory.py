@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,20 +29,19 @@ def read_memory(logs: Path) -> dict[str, float]:
 
 def find_growth(
     history: dict[str, list[float]], sizes: Mapping[str, float]
-) -> dict[str, list[float]]:
-    """Add readings to a history of each name; return the lows of those that grow.
+) -> Iterator[tuple[str, str]]:
+    """Add readings to a history of each name; yield the names that grow, each with a sentence that says so.
 
-    A low is the lowest of ten readings. A name grows if three lows in a row are higher than the one before by over 1 %.
+    A name grows if the lowest of ten readings rises by over 1 % three times in a row.
     """
-    growing: dict[str, list[float]] = {}
     for name, size in sizes.items():
         readings = history.setdefault(name, [])
         # Other processes write every few seconds: in a short step they have written nothing.
         if size not in readings[-1:]:
             readings.append(size)
         if len(readings) == _NUM_READINGS:
-            lows = [min(readings[i : i + _WINDOW]) for i in range(0, _NUM_READINGS, _WINDOW)]
+            starts = range(0, _NUM_READINGS, _WINDOW)
+            lows = [round(min(readings[i : i + _WINDOW]), 3) for i in starts]
             if all(later > _MIN_RISE * low for low, later in pairwise(lows)):
-                growing[name] = lows
+                yield name, f"{name} grows: the lowest of each ten steps was {lows}"
             del readings[:_WINDOW]
-    return growing

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -274,7 +274,7 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
 
         async def run(ctx: Context[Any]) -> None:
             # What is there now, such as imported modules, stays to the end. Each full collection would look through it.
-            # A process that has frozen objects before, as a fork server does, or as another controller here, keeps them.
+            # A process that has frozen objects before keeps them, as a fork server does, or as another controller here.
             freezes = gc.get_freeze_count() == 0
             if freezes:
                 gc.collect()
@@ -493,12 +493,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         """Record the memory of each process and warn of those that grow; return that of each role."""
         sizes = read_memory(self.run.logs)
         append_json(self.run.memory, {"step": step, **sizes})
-        for name, lows in find_growth(self._memory, sizes).items():
-            message = (
-                f"{name} grows: its lowest of ten steps was {', '.join(map('{:.3f}'.format, lows))}"
-            )
+        for name, message in find_growth(self._memory, sizes):
             self.warnings.warn(step, message, key=name)
-        totals: Counter[str] = Counter()
+        totals = defaultdict[str, float](float)
         for name, size in sizes.items():
             totals[f"perf/{name.partition('-')[0]}"] += size
         return dict(totals)

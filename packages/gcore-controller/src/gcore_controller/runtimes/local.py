@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gcore_controller.errors import RankError
-from gcore_controller.hangs import DUMP_S, describe_end, inspect_process, limit_s
+from gcore_controller.hangs import DUMP_S, describe_end, inspect_process, is_stopped, limit_s
 from gcore_controller.trainer_group import (
     BatchT,
     Joined,
@@ -41,10 +40,8 @@ if TYPE_CHECKING:
 
 _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
-_HEARTBEAT_EVERY_S = 0.5
-"""Time between two heartbeats of a rank."""
 _POLL_EVERY_S = 1.0
-"""Time between two looks at the heartbeats of all ranks."""
+"""Time between two looks at the ranks."""
 
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With 1, ``torch.cuda.is_available()``, which modules call at import, asks the driver's management library.
@@ -76,21 +73,11 @@ def _start_fork_server(preload: list[str]) -> None:
             os.environ[_CUDA_CHECK] = before
 
 
-def _count_heartbeats(counter: Any) -> None:
-    """Count up while the process runs; started in a thread."""
-    while True:
-        counter.value += 1
-        time.sleep(_HEARTBEAT_EVERY_S)
-
-
-def _run_rank(
-    rank: int, spec: TrainerSpec, store: Path, connection: Connection, heartbeats: Any
-) -> None:
+def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
     """Answer messages until the pipe is closed: with an error, or None, and a value.
 
     The first answer, to no message, is what `join_ranks` returns of the rank.
     """
-    threading.Thread(target=_count_heartbeats, args=[heartbeats], daemon=True).start()
     spec.enter_process(rank)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -152,7 +139,6 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
-        self._heartbeats: list[Any] = []
         self._heartbeat_timeout_s = spec.heartbeat_timeout_s
         self._longest_s: dict[str, float] = {}
         """Seconds of the longest call of each stage."""
@@ -163,9 +149,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         self._how_it_ended = "the training ranks have ended"
         for rank in range(spec.num_ranks):
             ours, theirs = context.Pipe()
-            heartbeats = context.RawValue("Q")
-            self._heartbeats.append(heartbeats)
-            arguments = rank, spec, self._folder / "store", theirs, heartbeats
+            arguments = rank, spec, self._folder / "store", theirs
             process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -276,11 +260,10 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
     def _collect(self, stage: str) -> list[Any]:
         """Receive an answer from every rank, in whatever order they come; `RankError` if one hangs."""
         answers: dict[int, Any] = {}
-        last_heartbeats = [0] * len(self._connections)
-        num_silent = [0] * len(self._connections)
         limit = limit_s(stage, self._longest_s, self._heartbeat_timeout_s)
         # Looks are counted, and not time: this process may have been stopped together with the ranks.
         waited_s = 0.0
+        stopped_s = 0.0
         while len(answers) < len(self._connections):
             waiting = [rank for rank in range(len(self._connections)) if rank not in answers]
             ready = wait([self._connections[rank] for rank in waiting], timeout=_POLL_EVERY_S)
@@ -290,24 +273,17 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
             if ready:
                 continue
             waited_s += _POLL_EVERY_S
-            self._check_heartbeats(stage, last_heartbeats, num_silent)
+            stopped_s += _POLL_EVERY_S
+            stopped = [rank for rank in waiting if is_stopped(self._processes[rank].pid or 0)]
+            if not stopped:
+                stopped_s = 0.0
+            if stopped_s >= self._heartbeat_timeout_s:
+                problem = f"gave no sign of life for {self._heartbeat_timeout_s:g} s in {stage}"
+                self._end_hung(stopped, problem)
             if waited_s >= limit:
                 self._end_hung(waiting, f"gave no answer to {stage} within {limit:g} s")
         self._longest_s[stage] = max(waited_s, self._longest_s.get(stage, 0.0))
         return [answer for _, answer in sorted(answers.items())]
-
-    def _check_heartbeats(self, stage: str, last: list[int], num_silent: list[int]) -> None:
-        """End all ranks if one has been silent for too many calls of this, and update both lists."""
-        for rank, counter in enumerate(self._heartbeats):
-            # A rank that has not started waits for imports.
-            is_silent = counter.value == last[rank] and counter.value > 0
-            num_silent[rank] += 1
-            if not is_silent:
-                num_silent[rank] = 0
-            last[rank] = counter.value
-            if num_silent[rank] * _POLL_EVERY_S >= self._heartbeat_timeout_s:
-                problem = f"gave no sign of life for {self._heartbeat_timeout_s:g} s in {stage}"
-                self._end_hung([rank], problem)
 
     def _end_hung(self, ranks: Sequence[int], problem: str) -> NoReturn:
         """End all ranks because of some that do not answer, once all have written their stacks."""

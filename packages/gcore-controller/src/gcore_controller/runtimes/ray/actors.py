@@ -80,16 +80,16 @@ class ActorGroup:
             location = self.locations[rank]
         return f"{self.noun} {rank}, {location},"
 
-    async def death(self, rank: int, error: RayActorError) -> ControllerError:
-        """Return the error that says how an actor died, and what it logged last."""
+    def death(self, rank: int, error: RayActorError) -> ControllerError:
+        """Return the error that says how an actor died, and what it logged last, if this process can read that."""
         end = ""
         if self.logs:
-            [end] = await answers_in_time([self._look(rank, describe_end, self.logs[rank])])
-        return self.death_error(f"{self.name(rank)} died: {_reason_of(error)}{end or ''}")
+            end = describe_end(self.logs[rank], self.locations[rank].split()[1])
+        return self.death_error(f"{self.name(rank)} died: {_reason_of(error)}{end}")
 
     async def hang(self, ranks: Sequence[int], problem: str) -> ControllerError:
         """Return the error that says which actors do not answer, and why, once all have written their stacks."""
-        looks = [self._look(rank, inspect_process) for rank in range(len(self.actors))]
+        looks = map(self._inspect, range(len(self.actors)))
         states = await answers_in_time(looks, timeout_s=_LOOK_S)
         await asyncio.sleep(DUMP_S)
         lines: list[str] = []
@@ -98,14 +98,14 @@ class ActorGroup:
             lines.append(f"{self.name(rank)} {problem}: {state}")
         return self.death_error("; ".join(lines))
 
-    async def _look(self, rank: int, function: Callable[..., str], *args: str) -> str:
-        """Call a function on an actor's node with these arguments and its process."""
+    async def _inspect(self, rank: int) -> str:
+        """Have a process on an actor's node look at it."""
         _, pid, _, host = self.locations[rank].split()
         nodes = [node for node in ray.nodes() if node["NodeManagerAddress"] == host]
         on_node = NodeAffinitySchedulingStrategy(nodes[-1]["NodeID"], soft=False)
         remote: Any = ray.remote
-        look = remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
-        return await look.remote(*args, int(pid))
+        inspect = remote(inspect_process).options(num_cpus=0, scheduling_strategy=on_node)
+        return await inspect.remote(int(pid))
 
     async def call(
         self,
@@ -135,7 +135,7 @@ class ActorGroup:
             rank, error = next(iter(errors.items()))
             for dead, death in {**errors, **await self._news(errors)}.items():
                 if isinstance(death, RayActorError) and _is_death(death):
-                    raise await self.death(dead, death) from None
+                    raise self.death(dead, death) from None
             raise self.failure(rank, error) from None
         return {rank: reply.result() for rank, reply in replies.items()}
 
@@ -143,10 +143,10 @@ class ActorGroup:
         """Wait for all answers, or for one that is an error; raise `hang` if an actor does not answer."""
         pending = set(replies.values())
         heartbeats: dict[int, Any] = {}
-        num_silent: dict[int, int] = {}
         limit = limit_s(stage, self.longest_s, self.heartbeat_timeout_s)
         # Looks are counted, and not time: this process may have been stopped meanwhile.
         waited_s = 0.0
+        silent_s = 0.0
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=_HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
@@ -156,16 +156,16 @@ class ActorGroup:
             if not pending or not self.locations:
                 # Actors that have not started may wait for capacity.
                 continue
-            for rank, actor in enumerate(self.actors):
-                if rank in heartbeats and not heartbeats[rank].done():
-                    num_silent[rank] += 1
-                else:
-                    heartbeats[rank] = actor.is_alive.remote().future()
-                    num_silent[rank] = 0
-                if num_silent[rank] * _HEARTBEAT_EVERY_S >= self.heartbeat_timeout_s:
-                    problem = f"gave no sign of life for {self.heartbeat_timeout_s:g} s in {stage or 'the program'}"
-                    raise await self.hang([rank], problem)
             waited_s += _HEARTBEAT_EVERY_S
+            silent_s += _HEARTBEAT_EVERY_S
+            silent = [rank for rank, heartbeat in heartbeats.items() if not heartbeat.done()]
+            if not silent:
+                silent_s = 0.0
+                for rank, actor in enumerate(self.actors):
+                    heartbeats[rank] = actor.is_alive.remote().future()
+            if silent_s >= self.heartbeat_timeout_s:
+                problem = f"gave no sign of life for {self.heartbeat_timeout_s:g} s"
+                raise await self.hang(silent, f"{problem} in {stage or 'the program'}")
             if stage and waited_s >= limit:
                 hung = [rank for rank, reply in replies.items() if not reply.done()]
                 raise await self.hang(hung, f"gave no answer to {stage} within {limit:g} s")

@@ -119,8 +119,8 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         """Send a message; it is lost if the process is gone."""
 
     @abstractmethod
-    def _end_silent(self, reason: str, state: str) -> None:
-        """Kill the process, which has been silent for too long; ``state`` says what it did, and ends a sentence."""
+    def _end_silent(self, reason: str) -> None:
+        """Kill the process, which has been silent for too long."""
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
         check_open(
@@ -196,8 +196,10 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
             # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
             # turn.
             self._silent_s += interval_s
-        state = await _inspect(self.pid) if self._is_local else ""
-        self._end_silent(f"silent for {self._silent_s:.1f} s", state)
+        reason = f"silent for {self._silent_s:.1f} s"
+        if self._is_local:
+            reason += await _inspect(self.pid)
+        self._end_silent(reason)
 
     async def _is_controlled(self) -> bool:
         """Return whether calls other than `generate` are in progress, which may block the engine's event loop."""
@@ -205,16 +207,16 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
 
 
 async def _inspect(pid: int) -> str:
-    """Have a process of this machine write its stacks, and return so, or that it is stopped, to end a sentence."""
+    """Have a process of this machine write its stacks; return that it did, or that it is stopped, in brackets."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         os.kill(pid, signal.SIGUSR1)
     except OSError:
         return ""
     if state in "Tt":
-        return f"; it is stopped, by the state {state} in /proc/{pid}/stat"
+        return f" (it is stopped, by /proc/{pid}/stat)"
     await asyncio.sleep(_STACKS_S)
-    return "; its stacks are in its log"
+    return " (its stacks are in its log)"
 
 
 def new_future() -> "asyncio.Future[Any]":

@@ -206,8 +206,8 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
     def _send(self, call_id: int, message: Setup | EngineCall) -> None:
         self._channel.send((call_id, message))
 
-    def _end_silent(self, reason: str, state: str) -> None:
-        self._kill(f"it had been {reason}{state}")
+    def _end_silent(self, reason: str) -> None:
+        self._kill(f"it had been {reason}")
 
     def _kill(self, reason: str) -> None:
         self._killed_because = f" because {reason}"

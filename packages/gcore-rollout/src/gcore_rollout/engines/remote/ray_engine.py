@@ -262,8 +262,8 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             return await asyncio.wait_for(call, END_TIMEOUT_S)
         return False
 
-    def _end_silent(self, reason: str, state: str) -> None:
-        self._end(f"it was {reason}, and killed{state}")
+    def _end_silent(self, reason: str) -> None:
+        self._end(f"it was {reason}, and killed")
         self._life.cancel()
         ray.kill(self._actor, no_restart=False)
 
