@@ -242,6 +242,22 @@ def megatron_rests(
     return metrics, _exported(rank, trainer), _boxes(trainer), held, error
 
 
+def megatron_holds(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[int, int]:
+    """Bytes of the trainer's tensors after training, without and with those in host memory on its behalf."""
+    leave_groups()
+    others = _held_bytes()
+    trainer = _trainer(path, layout, options)
+    for replicas in steps:
+        trainer.train_step(replicas[trainer.data_parallel_rank])
+    stored: Any = trainer._optimizer.stored_tensors()  # pyright: ignore[reportPrivateUsage]  # state() has boxes of them
+    on_host = 0
+    for tensors in stored.values():
+        on_host += sum(t.nbytes for t in tensors.values() if not t.untyped_storage().resizable())
+    return _held_bytes() - others, on_host
+
+
 def _held_bytes() -> int:
     """Bytes of all tensors of this process but the smallest, and but for those in host memory on a trainer's behalf."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Ranks of a `MegatronTrainer` give their devices' memory back for a while, and continue to the bit."""
+"""Ranks of a `MegatronTrainer` give their devices' memory back for a while, or that of the optimizer for good."""
 
 from pathlib import Path
 from typing import Any
@@ -6,25 +6,29 @@ from typing import Any
 import pytest
 import torch
 from megatron_oracles import (
+    CONFIGS,
     EP,
     GROUPS,
     OPTIMIZER,
     TP,
+    assembled,
     data_parallel_size,
+    largest_difference,
     save_megatron_model,
     uneven,
 )
 from rank_pool import RankServer
 from trainer_oracles import make_samples
 
+from gcore_placement import Job, Lengths, ModelShape, TrainingLayout, TrainingState
+from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.planning.memory import offloaded_optimizer_bytes, training_memory
 from gcore_trainer import LoRAConfig, MegatronConfig, SFTObjective
 
 pytestmark = pytest.mark.slow
 
 OVERLAP = MegatronConfig(overlap_grad_reduce=True, overlap_param_gather=True)
-
-
-@pytest.mark.parametrize(
+kinds = pytest.mark.parametrize(
     ("name", "layout", "options"),
     [
         ("qwen3_tied", {TP: 2}, {"dtype": torch.bfloat16}),
@@ -33,6 +37,9 @@ OVERLAP = MegatronConfig(overlap_grad_reduce=True, overlap_param_gather=True)
     ],
     ids=["tp, bfloat16", "ep, late gathers", "adapters"],
 )
+
+
+@kinds
 def test_ranks_that_slept_continue_to_the_bit(
     rank_server: RankServer,
     tmp_path: Path,
@@ -56,3 +63,75 @@ def test_ranks_that_slept_continue_to_the_bit(
         torch.testing.assert_close(own, other, rtol=0, atol=0)
         assert all(50 * asleep < awake - asleep for awake, asleep in held), held
         assert "expected a call of wake() before" in error
+
+
+@kinds
+def test_updates_in_host_memory_are_those_on_the_device(
+    rank_server: RankServer,
+    tmp_path: Path,
+    name: str,
+    layout: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    path = save_megatron_model(name, tmp_path)
+    replicas = data_parallel_size(4, layout)
+    steps = [uneven(make_samples(GROUPS, seed=i), replicas, seed=i) for i in range(4)]
+    options = {"optimizer": OPTIMIZER, "objective": SFTObjective(), **options}
+    pool = rank_server.shared(4)
+    expected = pool.run("megatron_trains", str(path), layout, options, steps, size=4)
+    options["offload"] = True
+    found = pool.run("megatron_trains", str(path), layout, options, steps, size=4)
+    for (metrics, weights, boxes), (own_metrics, own_weights, own_boxes) in zip(
+        expected, found, strict=True
+    ):
+        for row, own_row in zip(metrics, own_metrics, strict=True):
+            assert own_row == pytest.approx(row, rel=1e-4)
+        (own, other) = ({str(box[:4]): box[4] for box in parts} for parts in (own_boxes, boxes))
+        assert largest_difference(own, other) < 1e-5
+        assert own_weights.keys() == weights.keys()
+    # A state of the one continues in the other, with the same tensors.
+    saved: dict[str, dict[str, torch.Tensor]] = assembled(b for *_, boxes in found for b in boxes)
+    numbers = {"step": 4, "nonfinite_steps": 0, "optimizer_step": 4}
+    resumed = pool.run(
+        "megatron_resumes", str(path), layout, options, numbers, saved, steps[:1], size=4
+    )
+    again = pool.run("megatron_trains", str(path), layout, options, [*steps, steps[0]], size=4)
+    assert resumed[0][0][0] == again[0][0][-1]
+    torch.testing.assert_close(resumed[0][1], again[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_states_take_what_the_plan_says(
+    rank_server: RankServer, tmp_path: Path, offload: bool
+) -> None:
+    """Of a rank of two that share moments: 6 bytes a parameter and 12 / 2, or 6 and 16 / 2 in host memory."""
+    path = save_megatron_model("qwen3_tied", tmp_path)
+    steps = [uneven(make_samples(GROUPS, seed=0), 2, seed=0)]
+    options = {"optimizer": OPTIMIZER, "objective": SFTObjective(), "dtype": torch.bfloat16}
+    options["offload"] = offload
+    found = rank_server.shared(4).run("megatron_holds", str(path), {TP: 2}, options, steps, size=4)
+    job = Job(
+        policy=ModelShape.from_config(CONFIGS["qwen3_tied"].to_dict()),
+        prompt_lengths=Lengths.recorded([16]),
+        response_lengths=Lengths.recorded([16]),
+        train_batch_size=4,
+        n=4,
+    )
+    layout = TrainingLayout(
+        backend="megatron",
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+        data_parallel_size=2,
+        gradient_checkpointing=False,
+        ppo_max_token_len=64,
+    )
+    state = TrainingState(offload="optimizer" if offload else "none")
+    parts = training_memory(job, TrainingLayouts(layout), state=state)
+    resident = sum(float(parts[name][0]) for name in ("weights", "gradients", "optimizer"))
+    on_device = training_memory(job, TrainingLayouts(layout))["optimizer"][0]
+    host = offloaded_optimizer_bytes(float(on_device), job, state) if offload else 0
+    for held, on_host in found:
+        assert held == pytest.approx(resident, rel=0.05)
+        # Without the gradients, which are copied there for an update.
+        assert on_host == pytest.approx(0.75 * host, rel=0.05)

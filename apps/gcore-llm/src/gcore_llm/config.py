@@ -227,7 +227,6 @@ _READ_WITH = (
     ),
     ReadWith(
         settings=(
-            "actor.offload",
             "actor.activation_offload",
             "actor.compile",
         ),
@@ -547,6 +546,11 @@ class TrainConfig(BaseRLConfig):
             "actor.enable_gradient_checkpointing",
             is_torch or share in (True, False, "auto"),
             f"auto, true or false with trainer.backend {self.trainer.backend!r}",
+        )
+        self.require(
+            "actor.offload",
+            is_torch or self.actor.offload != "all",
+            f"'none' or 'optimizer' with trainer.backend {self.trainer.backend!r}",
         )
         offloads = self.actor.compile and self.actor.activation_offload
         self.require(

@@ -178,7 +178,7 @@ class ActorConfig(AdapterConfig, section="actor"):
     offload: Literal["none", "optimizer", "all"] = "none"
     """optimizer: optimizer states are in host memory, and updates run on the CPU: 6 instead of 18 bytes a bfloat16
     parameter on the device. all: parameters and gradients, too, while another model of the run is in use (the critic,
-    the reference). Both for torch."""
+    the reference); for torch."""
     activation_offload: bool = False
     """Keep activations for the backward pass in host memory: with gradient checkpointing, the layers' inputs; for
     torch."""

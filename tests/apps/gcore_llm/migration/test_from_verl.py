@@ -230,6 +230,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("model_engine=megatron", f"{ACTOR}.megatron.router_replay.mode=R2"),
         {"actor.router_replay": "R2"},
     ),
+    "routes of the engine replayed": (
+        (f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=True"),
+        {"actor.router_replay": "R3"},
+    ),
     "ranks of a sequence in the section of FSDP": (
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",),
         {"trainer.parallel.ulysses_sequence_parallel_size": 2},
@@ -432,6 +436,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"distillation.teachers": ["/models/teacher"], "algorithm.adv_estimator": "distillation"},
     ),
     "offload": ((f"{ACTOR}.fsdp_config.optimizer_offload=True",), {"actor.offload": "optimizer"}),
+    "offload with Megatron": (
+        ("model_engine=megatron", f"{ACTOR}.megatron.optimizer_offload=True"),
+        {"actor.offload": "optimizer"},
+    ),
     "one GPU": (
         ("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=1"),
         {"trainer.num_processes": 1, "rollout.tensor_parallel_size": 1},
@@ -470,7 +478,6 @@ MISSING = {
     "algorithm.adv_estimator": "opo",
     f"{ROLLOUT}.multi_turn.enable": "True",
     "trainer.device": "npu",
-    f"{ACTOR}.megatron.router_replay.mode": "R3",
     f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": "0.01",
     f"{ACTOR}.megatron.override_transformer_config.fp8": "hybrid",
     f"{ACTOR}.optim.override_optimizer_config.fp8_recipe": "blockwise",

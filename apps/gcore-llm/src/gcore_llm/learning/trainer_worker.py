@@ -221,6 +221,7 @@ def _build(
     batch = config.data.train_batch_size
     updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
     optimizer = optim.build(total_training_steps=config.trainer.total_training_steps * updates)
+    offload = actor.offload != "none"
     if config.trainer.backend == "megatron":
         return gcore_trainer.MegatronTrainer(
             model,
@@ -232,6 +233,7 @@ def _build(
             device=torch.device(config.device),
             temperature=temperature,
             lora=lora,
+            offload=offload,
         )
     options = _model_options(config, parallel)
     if is_actor:
@@ -242,7 +244,6 @@ def _build(
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
     if actor.compile:
         gcore_trainer.compile_layers(packed)
-    offload = actor.offload != "none"
     return gcore_trainer.TorchTrainer(
         packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload
     )

@@ -198,6 +198,8 @@ def layout(c: Conversion) -> None:
         parallel = f"{ACTOR}.megatron.sequence_parallel"
         c.put("trainer.parallel.sequence_parallel", bool(c.get(parallel)) and is_split, parallel)
         c.copy(f"{ACTOR}.megatron.override_transformer_config.recompute_granularity")
+        of_optimizer = f"{ACTOR}.megatron.optimizer_offload"
+        c.put("actor.offload", "optimizer" if c.get(of_optimizer) else "none", of_optimizer)
         return
     name = _ulysses(c)
     ranks = int(number_of(c, name))
@@ -425,7 +427,7 @@ def policy_loss(c: Conversion) -> None:
     for section in ("megatron.", "veomni.", ""):
         replay = f"{ACTOR}.{section}router_replay.mode"
         if c.get(replay) not in (None, "disabled"):
-            c.put("actor.router_replay", c.one_of(replay, {"R2": "R2"}, "R2"), replay)
+            c.put("actor.router_replay", c.one_of(replay, {"R2": "R2", "R3": "R3"}, "R2"), replay)
 
 
 def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:

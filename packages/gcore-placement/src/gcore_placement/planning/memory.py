@@ -241,12 +241,16 @@ def training_memory(
     }
 
 
-def offloaded_optimizer_bytes(gradients: Number, job: Job, state: TrainingState) -> Number:
+def offloaded_optimizer_bytes(optimizer: Number, job: Job, state: TrainingState) -> Number:
     """Return the bytes in the host's memory of an offloaded optimizer: masters and gradients in float32, and moments.
 
-    ``gradients`` are the bytes of the gradients on the device, all of them.
+    ``optimizer`` are its bytes on the device without offload, which `state_bytes` gives.
     """
-    return (2 + state.moment_bytes(job.policy) / MASTER_BYTES) * gradients
+    moments = state.moment_bytes(job.policy)
+    _, _, on_device = state_bytes(
+        0.0, 1.0, 1.0, compute_bytes=job.compute_bytes, moment_bytes=moments
+    )
+    return (2 * MASTER_BYTES + moments) / on_device * optimizer
 
 
 def weight_sync_bytes(

@@ -469,7 +469,7 @@ def _plan_host(
     if takes_turns or (setting.engine.judge_takes_turns and len(engines) > 1):
         sleeping = sum(items["weights"] for items in engines.values())
     if offload != "none":
-        states = offloaded_optimizer_bytes(on_device["gradients"], job, state)
+        states = offloaded_optimizer_bytes(on_device["optimizer"], job, state)
     if takes_turns or (offload == "all" and setting.has_several_models):
         models = on_device["weights"] + sum(on_device[name] for name in FROZEN)
     # Master weights and two moments in float32, of which each rank has a share.

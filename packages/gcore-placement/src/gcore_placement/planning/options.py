@@ -434,7 +434,7 @@ class TrainingOptions:
         """Bytes in the host's memory at all times, of an optimizer that is offloaded."""
         if state.offload != "none":
             on_devices = training_memory(job, self.layouts, state=replace(state, offload="none"))
-            self.host_bytes = offloaded_optimizer_bytes(on_devices["gradients"], job, state)
+            self.host_bytes = offloaded_optimizer_bytes(on_devices["optimizer"], job, state)
         laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
         self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(

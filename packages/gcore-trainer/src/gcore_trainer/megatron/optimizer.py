@@ -1,7 +1,7 @@
 """Megatron-Core's distributed AdamW, whose state is live boxes of Hugging Face tensors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -46,9 +46,18 @@ class _Shard:
     moments: dict[str, Any]
     """Adam's moments, as the optimizer has them."""
 
+    def range_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of this range of a tensor of the parameter's shape."""
+        return tensor.view(-1)[self.start : self.end]
+
 
 class DistributedAdamW(AdamW):
-    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place."""
+    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place.
+
+    With ``offload`` originals and moments are in host memory, and `AdamW` updates them there. A trained bfloat16
+    parameter then takes 6 bytes on the device, weight and gradient, and 16 / D bytes on the host of each of the D ranks
+    that share its moments. Megatron-Core's own offloading keeps the originals on the device, too: 4 / D bytes more.
+    """
 
     def __init__(
         self,
@@ -58,6 +67,7 @@ class DistributedAdamW(AdamW):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        offload: bool = False,
     ) -> None:
         self._grad_clip = config.grad_clip
         require(
@@ -82,25 +92,55 @@ class DistributedAdamW(AdamW):
             use_distributed_optimizer=True,
         )
         # No overrides: without them norms and biases would not decay, as they do in the torch backend.
-        self._optimizer: Any = get_megatron_optimizer(
+        self._megatron: Any = get_megatron_optimizer(
             settings, list(chunks), config_overrides={}, use_gloo_process_groups=False
         )
         self._shards: list[_Shard] = []
-        for part in self._optimizer.chained_optimizers:
+        for part in self._megatron.chained_optimizers:
             self._shards += _shards(part)
+        if offload and self._shards:
+            self._move_shards(config)
+        else:
+            for shard in self._shards:
+                for key in _GROUPS[1:]:
+                    shard.moments[key] = torch.zeros_like(shard.main.detach())
         self._set_step(0)
+
+    def _move_shards(self, config: OptimizerConfig) -> None:
+        """Make originals and moments in host memory, and free the originals on the device."""
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for number, shard in enumerate(self._shards):
+            main_grad: Any = shard.parameter.main_grad
+            view = torch.nn.Parameter(shard.range_of(shard.parameter.data))
+            view.grad_dtype = torch.float32
+            view.grad = shard.range_of(main_grad)
+            parameters[str(number)] = view
+            if shard.main.dtype != shard.parameter.dtype:
+                # Megatron-Core computes the norm of its gradients, and needs no values.
+                shard.main.untyped_storage().resize_(0)
+        super().__init__(parameters, config, offload=True)
+        for number, shard in enumerate(self._shards):
+            main = self._masters[str(number)]
+            self._shards[number] = replace(shard, main=main, moments=self._optimizer.state[main])
 
     def update(self, lr: float) -> float:
         with megatron_runtime(self._device):
-            self._optimizer.prepare_grads()
-            grad_norm = float(self._optimizer.get_grad_norm())
+            self._megatron.prepare_grads()
+            grad_norm = float(self._megatron.get_grad_norm())
             if not np.isfinite(grad_norm):
                 return grad_norm
-            for part in self._optimizer.chained_optimizers:
+            for part in self._megatron.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self._grad_clip, grad_norm)
-            for group in self._optimizer.param_groups:
+            if self.is_offloaded:
+                self._step(lr)
+                for chunk in self._chunks:
+                    # Otherwise the next forward pass gathers them.
+                    if not chunk.ddp_config.overlap_param_gather:
+                        chunk.start_param_sync()
+                return grad_norm
+            for group in self._megatron.param_groups:
                 group["lr"] = lr
-            self._optimizer.step_with_ready_grads()
+            self._megatron.step_with_ready_grads()
         self.num_updates += 1
         return grad_norm
 
@@ -109,6 +149,8 @@ class DistributedAdamW(AdamW):
 
     def stored_tensors(self) -> dict[str, dict[str, Any]]:
         """Return the shards and their moments by number; shards of float32 parameters are views of the parameters."""
+        if self.is_offloaded:
+            return super().stored_tensors()
         groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for number, shard in enumerate(self._shards):
             for group in _GROUPS:
@@ -134,7 +176,7 @@ class DistributedAdamW(AdamW):
         for part, source in pairs:
             part.tensor.copy_(source.tensor)
         for shard in self._shards:
-            shard.parameter.data.view(-1)[shard.start : shard.end].copy_(shard.main)
+            shard.range_of(shard.parameter.data).copy_(shard.main)
         with megatron_runtime(self._device):
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -142,11 +184,11 @@ class DistributedAdamW(AdamW):
 
     def _set_step(self, step: int) -> None:
         self.num_updates = step
-        for part in self._optimizer.chained_optimizers:
+        for part in self._megatron.chained_optimizers:
             adam = part.optimizer
-            if isinstance(adam, torch.optim.AdamW):
-                for moments in adam.state.values():
-                    moments["step"] = torch.tensor(float(step), dtype=torch.float32)
+            if self.is_offloaded or isinstance(adam, torch.optim.AdamW):
+                for shard in self._shards:
+                    shard.moments["step"] = torch.tensor(float(step), dtype=torch.float32)
             else:
                 for group in adam.param_groups:
                     group["step"] = step
@@ -182,12 +224,13 @@ def _shards(part: Any) -> list[_Shard]:
         ):
             buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
             span = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
-            moments = part.optimizer.state[main]
-            moments["exp_avg"] = torch.zeros_like(main.detach())
-            moments["exp_avg_sq"] = torch.zeros_like(main.detach())
             result.append(
                 _Shard(
-                    parameter=parameter, start=span.start, end=span.end, main=main, moments=moments
+                    parameter=parameter,
+                    start=span.start,
+                    end=span.end,
+                    main=main,
+                    moments=part.optimizer.state[main],
                 )
             )
     return result

@@ -72,6 +72,7 @@ class MegatronTrainer(Trainer):
         megatron: how Megatron-Core computes; None: its defaults.
         share_prefix: compute equal prompts of a micro-batch once; a ring of context parallel ranks does not.
         lora: train adapters of a causal LM's attention and dense MLP, and nothing else; None: all parameters.
+        offload: whether the optimizer's originals and moments are in host memory; see `DistributedAdamW`.
         device: None: the current CUDA device, or the CPU where there is none.
 
     Raises:
@@ -103,6 +104,7 @@ class MegatronTrainer(Trainer):
         megatron: MegatronConfig | None = None,
         share_prefix: bool = True,
         lora: LoRAConfig | None = None,
+        offload: bool = False,
         device: torch.device | None = None,
     ) -> None:
         ABOVE_ZERO.require("temperature", temperature)
@@ -175,7 +177,12 @@ class MegatronTrainer(Trainer):
                 config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self._module = torch.nn.ModuleList(self._chunks)
             adamw = DistributedAdamW(
-                optimizer, self._chunks, self._trained, dtype=dtype, device=device
+                optimizer,
+                self._chunks,
+                self._trained,
+                dtype=dtype,
+                device=device,
+                offload=offload,
             )
             super().__init__(
                 config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(replicas)

@@ -83,10 +83,11 @@ class AdamW:
             self._move_to_host(next(iter(parameters.values())).device)
         for parameter, master in self._pairs():
             parameter.grad_dtype = torch.float32
-            # Both are on one device without offload, and share the gradient.
-            parameter.grad = (
-                torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
-            )
+            if not offload:
+                # Both are on one device, and share the gradient.
+                parameter.grad = master.grad
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
 
     def _with_exact_moments(self) -> list[torch.nn.Parameter]:
         """Return the masters whose moments are of their own data type: all."""
