@@ -5,7 +5,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
+import numpy as np
+from numpy.typing import NDArray
 from template_cases import WITHOUT_TOOLS, make_tokenizer, make_tool, write_turn
 
 from gcore_agents import CallError, ChatCall, ChatEncoder, SampledTokens, Session, SessionBudget
@@ -57,6 +60,16 @@ def make_turn_pool(encoder: ChatEncoder, chance: random.Random) -> list[SampledT
     return pool
 
 
+def choose_experts(token_ids: Sequence[int]) -> NDArray[np.int16]:
+    """Return [N, 1, 1] experts that depend on each token and all before it, as those of a model do."""
+    digest = 0
+    experts: list[int] = []
+    for token in token_ids:
+        digest = crc32(token.to_bytes(8, "little"), digest)
+        experts.append(digest % 1000)
+    return np.array(experts, np.int16)[:, None, None]
+
+
 @dataclass
 class RandomPolicy:
     """Samples turns of a pool, and keeps what it was given and gave."""
@@ -72,7 +85,9 @@ class RandomPolicy:
         self.prompts.append(list(prompt_ids))
         self.turns.append(turn)
         count = len(turn.token_ids)
+        inputs = [*prompt_ids, *turn.token_ids][:-1]
         return SampledTokens(
+            routed_experts=choose_experts(inputs),
             token_ids=list(turn.token_ids),
             log_probs=[-0.5] * count,
             weight_versions=[len(self.turns)] * count,
@@ -196,7 +211,7 @@ def check_invariants(agent: RandomAgent) -> None:
 
 
 def check_tree(tree: SessionTokens, nodes: Sequence[MessageNode]) -> None:
-    """Check that each turn follows in the tree what it follows in the graph."""
+    """Check that each turn follows in the tree what it follows in the graph, and that experts are of its path."""
     parents = list(range(-1, len(tree.token_ids) - 1))
     for token, parent in tree.forks.tolist():
         parents[token] = parent
@@ -207,11 +222,18 @@ def check_tree(tree: SessionTokens, nodes: Sequence[MessageNode]) -> None:
         context: list[int] = []
         place = parents[start]
         while place >= 0:
-            context.append(int(tree.token_ids[place]))
+            context.append(place)
             place = parents[place]
+        context.reverse()
         before = prompt if place == -1 else []
-        assert [*before, *reversed(context), *node.token_ids] == node.path_tokens()
+        assert [*before, *tree.token_ids[context], *node.token_ids] == node.path_tokens()
         assert tree.mask[start : start + len(node.token_ids)].all()
+        if tree.routed_experts is None:
+            continue
+        places = [*context, *range(start, start + len(node.token_ids))]
+        index = [*range(len(before)), *(len(prompt) + place for place in places)][:-1]
+        expected = choose_experts(node.path_tokens()[:-1])
+        np.testing.assert_array_equal(tree.routed_experts[index], expected)
     assert tree.mask.sum() == sum(len(node.token_ids) for node in nodes)
 
 

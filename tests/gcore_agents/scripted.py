@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -86,6 +87,9 @@ class ScriptedSampler:
             token_ids=tokens,
             log_probs=[-0.5 - position for position in range(len(tokens))],
             weight_versions=[0] * len(tokens),
+            routed_experts=np.arange(len(prompt_ids) + len(tokens) - 1, dtype=np.int16)[
+                :, None, None
+            ],
             finish_reason="length" if is_cut else "stop",
         )
 

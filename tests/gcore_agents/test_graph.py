@@ -39,6 +39,7 @@ async def check_conversations(name: str, count: int) -> None:
         trained = choose_trained(agent.session)
         tree = collect_tokens(agent.session.graph, trained=trained)
         if tree is not None:
+            assert tree.routed_experts is not None
             check_tree(tree, [*trained])
         if not is_changed:
             graph = agent.session.graph

@@ -49,9 +49,11 @@ async def test_sessions_are_given_back_as_they_were(tmp_path: Path) -> None:
         assert restored.agent_score("solver") == session.score
         assert {turn.agent for turn in restored.graph.turns()} == {"solver"}
         trees = [collect_tokens(s.graph, trained=choose_trained(s)) for s in (session, restored)]
-        for name in ("prompt_ids", "token_ids", "mask", "log_probs", "weight_versions", "forks"):
+        names = ("prompt_ids", "token_ids", "mask", "log_probs", "weight_versions", "forks")
+        for name in (*names, "routed_experts"):
             first, second = (getattr(tree, name) for tree in trees)
             np.testing.assert_array_equal(first, second)
+            assert first.dtype == second.dtype
     assert later.find("a", step=8) is None
     assert later.find("c", step=7) is None
 

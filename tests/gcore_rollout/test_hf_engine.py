@@ -56,7 +56,8 @@ from gcore_rollout import (
     SamplingParams,
 )
 from gcore_rollout.engines.hf import decoding, plain_attention
-from gcore_rollout.engines.queueing import StopStrings, extend_runs, is_repetitive, runs_at_end
+from gcore_rollout.engines.queueing import StopStrings
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -430,11 +430,11 @@ def test_a_mode_that_cannot_be_is_refused(tied: TinyModel) -> None:
         EngineModelError,
         match=r"^decode_mode is 'static'; expected auto or dynamic for a vision",
     ):
-        engine_of_mode("static", tied.old, has_vision=True)
+        engine_of_mode("static", tied.old, is_dynamic=True)
 
 
 @pytest.mark.parametrize(
-    ("config", "has_vision", "expected"),
+    ("config", "is_dynamic", "expected"),
     [
         (Qwen2Config(**SIZES), False, True),
         (Qwen3MoeConfig(**SIZES), False, False),
@@ -450,7 +450,7 @@ def test_a_mode_that_cannot_be_is_refused(tied: TinyModel) -> None:
     ids=["dense", "experts", "dynamic rope", "vision"],
 )
 def test_models_whose_steps_wait_for_the_host_are_not_recorded(
-    config: PreTrainedConfig, has_vision: bool, expected: bool | None
+    config: PreTrainedConfig, is_dynamic: bool, expected: bool | None
 ) -> None:
     """Whether graphs are used; None: shapes are dynamic."""
 
@@ -459,7 +459,7 @@ def test_models_whose_steps_wait_for_the_host_are_not_recorded(
 
     model: Any = Model()
     model.config = config
-    make: Any = engine_of_mode("auto", model, has_vision=has_vision)
+    make: Any = engine_of_mode("auto", model, is_dynamic=is_dynamic)
     if expected is None:
         assert make is HFEngine
     else:

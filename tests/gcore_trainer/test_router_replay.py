@@ -147,6 +147,35 @@ def test_imposing_what_was_chosen_changes_nothing(tmp_path: Path, name: str) -> 
         assert torch.equal(bound.state()["model"][name_of], weights)
 
 
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_routers_choose_where_no_experts_are_known(moe: Path, share_prefix: bool) -> None:
+    """As an engine returns them that does not know the experts of some tokens; those of a shared prompt are merged."""
+    trainer = trainer_of(moe, share_prefix=share_prefix)
+    samples = make_samples(GROUPS, seed=0)
+    partly: list[Sample] = []
+    for i, sample in enumerate(routed(samples, SHAPE, seed=0)):
+        experts = sample.routed_experts
+        assert experts is not None
+        experts[i % 3 :: 3] = -1
+        partly.append(replace(sample, routed_experts=experts))
+    [found] = trainer.log_probs_and_routing([partly])
+    completed = [
+        replace(s, routed_experts=experts) for s, (_, experts) in zip(partly, found, strict=True)
+    ]
+    [again] = trainer.log_probs_and_routing([completed])
+    for sample, (log_probs, experts), (expected, _) in zip(partly, found, again, strict=True):
+        imposed = sample.routed_experts
+        assert imposed is not None
+        is_known = imposed >= 0
+        assert (experts[is_known] == imposed[is_known]).all()
+        assert (experts >= 0).all()
+        np.testing.assert_array_equal(log_probs, expected)
+    size = samples[0].prompt_ids.size
+    whole = routed(samples, SHAPE, seed=0)[0].routed_experts
+    assert whole is not None
+    assert np.array_equal(found[0][1][:size], whole[:size]) == share_prefix
+
+
 def test_experts_stay_when_weights_move(moe: Path) -> None:
     """After updates routers would choose others; replayed tokens still pass through those recorded."""
     trainer = trainer_of(moe)

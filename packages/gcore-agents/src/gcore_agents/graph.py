@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gcore_agents.chat.images import list_images
 
 Message = Mapping[str, Any]
@@ -132,6 +135,9 @@ class MessageNode:
     log_probs: Sequence[float] = ()
     """One for each token of a turn of the policy."""
     weight_versions: Sequence[int] = ()
+    routed_experts: NDArray[np.int16] | None = None
+    """[N, L, K] experts of the N tokens before the last one of the path; those of tokens before these are of earlier
+    turns. None: unknown."""
     finish_reason: str = ""
     stop_string: str = ""
     """The agent's string that ended the turn. The message is without it; some agents add it again."""
@@ -161,13 +167,18 @@ class MessageNode:
         """Images of the whole path."""
         self.num_turns: int = int(self.is_turn)
         """Turns on the path to this node, itself included."""
+        self.num_routed: int = 0
+        """Tokens of the path, from the first one on, whose experts it has."""
         self.depth: int = 0
         """Nodes on the path to this node, itself included; of the root 0."""
         if self.parent is not None:
             self.num_tokens += self.parent.num_tokens
             self.num_images += self.parent.num_images
             self.num_turns += self.parent.num_turns
+            self.num_routed = self.parent.num_routed
             self.depth = self.parent.depth + 1
+        if self.routed_experts is not None:
+            self.num_routed = self.num_tokens - 1
 
     @property
     def is_turn(self) -> bool:

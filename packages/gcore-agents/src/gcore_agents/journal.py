@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from gcore_agents.chat.images import convert_images
 from gcore_agents.graph import MessageGraph, MessageNode
 from gcore_agents.session import Session, SessionReward
@@ -16,6 +18,7 @@ from gcore_agents.session import Session, SessionReward
 _TURN_FIELDS = (
     "log_probs",
     "weight_versions",
+    "routed_experts",
     "finish_reason",
     "response_id",
     "is_delivered",
@@ -90,7 +93,7 @@ class SessionJournal:
             "nodes": [_describe(node) for node in session.graph.nodes],
         }
         file = self._open(step)
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(json.dumps(record, default=np.ndarray.tolist).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -122,13 +125,16 @@ def restore_session(session: Session, record: Mapping[str, Any], *, version: int
     graph = MessageGraph()
     shift = version - record["version"]
     for fields in record["nodes"]:
-        parent = graph.root if fields["parent"] < 0 else graph.nodes[fields["parent"]]
-        node_fields = {name: fields[name] for name in fields if name != "parent"}
+        node_fields = dict(fields)
+        number = node_fields.pop("parent")
+        parent = graph.root if number < 0 else graph.nodes[number]
         node_fields["messages"] = convert_images(fields["messages"], base64.b64decode)
         if "weight_versions" in fields:
             node_fields["weight_versions"] = [
                 number + shift for number in fields["weight_versions"]
             ]
+        if fields.get("routed_experts") is not None:
+            node_fields["routed_experts"] = np.array(fields["routed_experts"], np.int16)
         graph.add_node(parent, **node_fields)
     graph.findings.update(record["findings"])
     session.graph = graph

@@ -1,6 +1,6 @@
 """From the graph of a session to what is trained on: one tree of tokens, each of them once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,9 @@ class SessionTokens:
     """[R], 0 where the policy did not sample."""
     weight_versions: NDArray[np.int32]
     """[R], -1 where the policy did not sample."""
+    routed_experts: NDArray[np.int16] | None
+    """[P + R, L, K] experts that each token passed through in the L layers of a mixture of experts; -1 where no turn
+    was sampled after it. None: there are none."""
     forks: NDArray[np.int64]
     """[F, 2]: token ``forks[i, 0]`` follows token ``forks[i, 1]``, and not the one before it; -1: it follows the
     prompt; -2: it follows nothing."""
@@ -80,6 +83,7 @@ def collect_tokens(graph: MessageGraph, *, trained: set[MessageNode]) -> Session
         return None
     prompt = ordered[0]
     last_place: dict[MessageNode, int] = {graph.root: -2, prompt: -1}
+    starts: dict[MessageNode, int] = {}
     tokens: list[int] = []
     mask: list[bool] = []
     log_probs: list[float] = []
@@ -90,10 +94,10 @@ def collect_tokens(graph: MessageGraph, *, trained: set[MessageNode]) -> Session
     images: list[bytes] = []
     image_starts: list[int] = []
     for node in ordered:
+        starts[node] = len(tokens) + (node is not prompt) * len(prompt.token_ids)
         if node.image_starts:
             images += list_images(node.messages)
-            offset = len(tokens) + (node is not prompt) * len(prompt.token_ids)
-            image_starts += [offset + start for start in node.image_starts]
+            image_starts += [starts[node] + start for start in node.image_starts]
         if node is prompt:
             continue
         assert node.parent is not None
@@ -115,12 +119,27 @@ def collect_tokens(graph: MessageGraph, *, trained: set[MessageNode]) -> Session
         mask=np.array(mask, np.bool_),
         log_probs=np.array(log_probs, np.float32),
         weight_versions=np.array(versions, np.int32),
+        routed_experts=_collect_experts(starts, len(prompt.token_ids) + len(tokens)),
         forks=np.array(forks, np.int64).reshape(-1, 2),
         images=images,
         image_starts=image_starts,
         turns=turns,
         turn_starts=turn_starts,
     )
+
+
+def _collect_experts(starts: Mapping[MessageNode, int], size: int) -> NDArray[np.int16] | None:
+    """Return the experts of all tokens, by where each node starts among them; None: there are none."""
+    experts: NDArray[np.int16] | None = None
+    for turn in starts:
+        rows = turn.routed_experts
+        if rows is None:
+            continue
+        if experts is None:
+            experts = np.full((size, *rows.shape[1:]), -1, np.int16)
+        spans = [starts[node] + np.arange(len(node.token_ids)) for node in turn.path()]
+        experts[np.concatenate(spans)[-1 - len(rows) : -1]] = rows
+    return experts
 
 
 def _in_depth_first_order(graph: MessageGraph, kept: set[MessageNode]) -> list[MessageNode]:

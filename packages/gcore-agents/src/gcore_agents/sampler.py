@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
@@ -26,6 +29,9 @@ class SampledTokens:
     """Version of the weights that made each token."""
     finish_reason: Literal["stop", "length", "repetition"]
     """Its end was sampled, or a stop string; it was cut off at its most tokens, or for repeating itself."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[P + T - 1, L, K] the experts that prompt and turn, without its last token, passed through in the L layers of a
+    mixture of experts; None: unknown."""
 
 
 class TokenSampler(Protocol):

@@ -451,12 +451,16 @@ class Session:
         if is_ended and message.get("tool_calls"):
             finish_reason = "tool_calls"
         response_id = f"resp_{secrets.token_hex(12)}"
+        experts = sampled.routed_experts
+        if experts is not None:
+            experts = experts[context.num_routed :]
         self.graph.add_turn(
             context,
             message,
             token_ids=sampled.token_ids,
             log_probs=sampled.log_probs,
             weight_versions=sampled.weight_versions,
+            routed_experts=experts,
             finish_reason=sampled.finish_reason,
             response_id=response_id,
             stop_string=stop_string,

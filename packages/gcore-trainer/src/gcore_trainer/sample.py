@@ -155,7 +155,8 @@ class Sample:
     """Targets of the critic."""
     routed_experts: NDArray[np.int16] | None = None
     """[num_inputs, L, K] the K experts of the policy that every input token passes through in each of L layers, in the
-    order of prompt and response (see `router_replay`); None: its routers choose."""
+    order of prompt and response (see `router_replay`): 2 bytes each, 768 bytes a token with 8 experts in 48 layers.
+    -1: the layer's router chooses; None: all do."""
     images: Images | None = None
     """Images of prompt and response, in the order of their places; None: there are none."""
     forks: NDArray[np.int64] | None = None
@@ -229,13 +230,16 @@ class Sample:
         return parents
 
     @property
-    def num_inputs(self) -> int:
-        """Tokens that predict another: the prompt's, and the response's without the last of each branch.
-
-        P + R - 1 where there are no forks.
-        """
+    def input_index(self) -> NDArray[np.int64]:
+        """[num_inputs] which of the P + R tokens predict another: all but the last of each branch of the response."""
         parents = self.parents
-        return self.prompt_ids.size + np.unique(parents[parents >= 0]).size
+        size = self.prompt_ids.size
+        return np.append(np.arange(size), size + np.unique(parents[parents >= 0]))
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that predict another: P + R - 1 where there are no forks."""
+        return self.input_index.size
 
     @property
     def prompt_key(self) -> bytes:

@@ -320,6 +320,10 @@ class Completion(AnySample):
     weight_versions: NDArray[np.int32]
     """Version of the weights that made each token."""
     finish_reason: FinishReason
+    routed_experts: NDArray[np.int16] | None = None
+    """[P + T - 1, L, K] the K experts of a mixture that prompt and tokens, without the last one, passed through in each
+    of L layers with experts, as they were when the next token was sampled; of an episode [P + T, L, K]. -1: unknown.
+    None: the engine was not asked for them."""
     mask: NDArray[np.bool_] | None = None
     """Tokens that the policy sampled, against those of an environment between its turns, which have log-probs of 0 and
     versions of -1; None: it sampled all of them."""

@@ -1,6 +1,6 @@
 """The base of all engines: a queue of samples, sleep and wake, the checks of requests, and what ends a sample.
 
-This module does not import torch. Shapes: B samples, T tokens, P pattern sizes 1..P.
+This module does not import torch. Shapes: B samples, T tokens.
 """
 
 import asyncio
@@ -138,12 +138,25 @@ class QueuedSample(Generic[RequestT, SampleT]):
         log_probs: NDArray[np.float32],
         weight_versions: NDArray[np.int32],
         reason: FinishReason,
+        routed_experts: NDArray[Any] | None = None,
     ) -> None:
-        """Hand over the completion: the tokens of the prefix, then those given, all of shape [T]."""
+        """Hand over the completion: the tokens of the prefix, then those given, all of shape [T].
+
+        ``routed_experts`` are of all tokens from the prompt's first, [at least P + T - 1, L, K]; those that the prefix
+        has stay.
+        """
         if self.prefix_length:
             token_ids = np.concatenate([self.prefix.token_ids, token_ids])
             log_probs = np.concatenate([self.prefix.log_probs, log_probs])
             weight_versions = np.concatenate([self.prefix.weight_versions, weight_versions])
+        earlier = self.prefix.routed_experts
+        if routed_experts is None:
+            routed_experts = earlier
+        else:
+            num_inputs = len(self.request.prompt_token_ids) + token_ids.size - 1
+            routed_experts = routed_experts[:num_inputs].astype(np.int16)
+            if earlier is not None:
+                routed_experts[: len(earlier)] = earlier
         completion = Completion(
             request_id=self.request.request_id,
             index=self.index,
@@ -152,6 +165,7 @@ class QueuedSample(Generic[RequestT, SampleT]):
             log_probs=log_probs.astype(np.float32),
             weight_versions=weight_versions.astype(np.int32),
             finish_reason=reason,
+            routed_experts=routed_experts,
         )
         self.call.finished.put_nowait(completion)
 
@@ -563,38 +577,3 @@ def return_free_memory() -> None:
 def check_max_num_seqs(max_num_seqs: int) -> None:
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
-
-
-def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64]:
-    """Count, for each pattern size p, how many of the last tokens in a row equal the one p before; shape [P]."""
-    runs_P = np.zeros(num_sizes, np.int64)
-    for size in range(1, min(num_sizes, len(tokens_T) - 1) + 1):
-        differs = np.flatnonzero(tokens_T[:-size] != tokens_T[size:])
-        runs_P[size - 1] = len(tokens_T) - size - 1 - differs.max(initial=-1)
-    return runs_P
-
-
-def extend_runs(
-    runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B: NDArray[np.int64]
-) -> None:
-    """Update `runs_at_end` in place, after a token was written at column ``last_B`` of each row."""
-    before_BP = last_B[:, None] - np.arange(1, runs_BP.shape[1] + 1)
-    earlier_BP = np.take_along_axis(tokens_BT, np.maximum(before_BP, 0), axis=1)
-    newest_B1 = np.take_along_axis(tokens_BT, last_B[:, None], axis=1)
-    runs_BP[:] = np.where((before_BP >= 0) & (earlier_BP == newest_B1), runs_BP + 1, 0)
-
-
-def is_repetitive(
-    runs_BP: NDArray[np.int64],
-    min_size_B: NDArray[np.int64],
-    max_size_B: NDArray[np.int64],
-    count_B: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Return whether each row ends in ``count_B`` times a pattern of a size within its bounds; never for bounds of 0.
-
-    The last tokens are c times one pattern of p tokens if and only if the last p (c - 1) tokens each equal the one p
-    before them. So it is enough to count, for every p, for how many tokens in a row that has held.
-    """
-    sizes_P = np.arange(1, runs_BP.shape[1] + 1)
-    in_bounds_BP = (sizes_P >= min_size_B[:, None]) & (sizes_P <= max_size_B[:, None])
-    return (in_bounds_BP & (runs_BP >= sizes_P * (count_B[:, None] - 1))).any(axis=1)

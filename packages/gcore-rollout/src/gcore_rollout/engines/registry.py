@@ -140,12 +140,15 @@ _KINDS = {
     "hf": EngineKind(
         make="gcore_rollout.engines.hf.engine:HFEngine",
         takes_device=True,
+        own_options=frozenset(("return_routed_experts",)),
         engine_options=frozenset(("decode_mode", "kv_cache_bytes")),
         takes_images=True,
     ),
     "vllm": EngineKind(
         make="gcore_rollout.engines.vllm.engine:VLLMEngine",
-        own_options=frozenset(("enable_sleep_mode", "tensor_parallel_size")),
+        own_options=frozenset(
+            ("enable_sleep_mode", "tensor_parallel_size", "return_routed_experts")
+        ),
         engine_options=frozenset(
             (
                 "gpu_memory_utilization",

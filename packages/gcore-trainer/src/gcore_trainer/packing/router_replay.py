@@ -2,7 +2,10 @@
 
 A mixture of experts whose routers choose again in every pass makes ratios to old log-probs jump where nothing was
 learned: near a tie, rounding decides. "Routing Replay" of GSPO, arXiv 2507.18071, section 5.3; verl's ``R2`` records in
-the trainer's pass for the old log-probs.
+the trainer's pass for the old log-probs. Its ``R3`` imposes the experts of the engine, so that engine and trainer do
+not differ by them either: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers", arXiv 2510.11370. With the mask I of the recorded experts, and logits s of the present pass, expert i has the
+weight ``I[i] exp(s[i]) / sum over j of I[j] exp(s[j])``, through which routers get their gradient.
 
 Shapes: T tokens of a rank's row, L layers with experts, K experts a token, E experts of a layer.
 """
@@ -32,7 +35,7 @@ class ReplayedRouter(TorchFunctionMode):
     def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.imposed: torch.Tensor | None = None
-        """[T, K] choice of the next passes; None: the router chooses."""
+        """[T, K] choice of the next passes; negative, or None: the router chooses."""
         self.recorded: list[torch.Tensor] | None = None
         """[T, K] of every pass, while it is a list."""
         self.num_experts = num_experts
@@ -64,10 +67,10 @@ class ReplayedRouter(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk) or not self._is_choice(*args, **kwargs):
             return func(*args, **kwargs)
-        if self.imposed is None:
-            result = func(*args, **kwargs)
-        else:
-            result = torch.return_types.topk((args[0].gather(-1, self.imposed), self.imposed))  # pyright: ignore[reportAttributeAccessIssue]
+        result = func(*args, **kwargs)
+        if self.imposed is not None:
+            indices = torch.where(self.imposed < 0, result.indices, self.imposed)
+            result = torch.return_types.topk((args[0].gather(-1, indices), indices))  # pyright: ignore[reportAttributeAccessIssue]
         self._chosen = result.indices
         return result
 
@@ -78,7 +81,10 @@ class ReplayedRouter(TorchFunctionMode):
 
 
 def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]:
-    """Return the experts [T, L, K] of each token of a packed row; a shared prompt has those of its first sample."""
+    """Return the experts [T, L, K] of each token of a packed row; -1 where no sample has any, as of padding.
+
+    A shared prompt has those of its first sample that has any.
+    """
     recorded = [s.routed_experts for s in samples if s.routed_experts is not None]
     shapes: set[tuple[int, ...] | None] = {experts.shape[1:] for experts in recorded}
     if len(recorded) < len(samples):
@@ -87,12 +93,9 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
         raise BatchError(
             f"routed_experts of a micro-batch have layers and experts {sorted(shapes, key=str)}; expected the same"
         )
-    # Padding passes through experts, too; any will do.
-    _, num_layers, top_k = recorded[0].shape
-    routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)
-    routing[...] = np.arange(top_k)
-    for experts, index in reversed(list(zip(recorded, batch.input_places(samples), strict=True))):
-        routing[index] = experts
+    routing = np.full((batch.input_ids.size, *recorded[0].shape[1:]), -1, np.int64)
+    for experts, index in zip(recorded, batch.input_places(samples), strict=True):
+        routing[index] = np.where(routing[index] < 0, experts, routing[index])
     return routing
 
 

@@ -212,6 +212,27 @@ def check_logits(
         )
 
 
+def record_experts(model: Any, chosen: list[torch.Tensor]) -> None:
+    """Append the experts [T, K] that each router of a model chooses, from here on, to a list.
+
+    Raises:
+        EngineModelError: the model has no routers.
+    """
+    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    if not routers:
+        raise EngineModelError(
+            f"return_routed_experts is True; expected False for {model.config.model_type!r}, which has no routers"
+        )
+
+    def record(router: Any, inputs: Any, outputs: Sequence[torch.Tensor]) -> None:
+        del router, inputs
+        # Logits and weights come along, in an order that differs between models.
+        chosen.extend(tensor for tensor in outputs if not tensor.is_floating_point())
+
+    for router in routers:
+        router.register_forward_hook(record)
+
+
 def pack(
     prompts: Sequence[Sequence[int]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,12 +35,10 @@ from gcore_rollout.engines.queueing import (
     SampleFilter,
     StopStrings,
     TokenLimits,
-    extend_runs,
-    is_repetitive,
-    runs_at_end,
     sample_seeds,
     uniforms,
 )
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.digests import HeldWeights, digest_held_tensor
 from gcore_rollout.weight_sync.layout import iterate_checked
@@ -182,6 +181,10 @@ class HFEngine(QueueingEngine[Request, Completion]):
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = SampleRows(max_num_seqs)
+        self._chosen: list[torch.Tensor] = []
+        """[T, K] experts that each router chose in the last pass, if they are recorded."""
+        self._experts: WeakKeyDictionary[QueuedSample, list[Any]] = WeakKeyDictionary()
+        """[L, K] of each token of running samples."""
         self._hub_names: dict[str, str] = {}
         if vision is not None:
             # transformers has names of its own for parameters of these models.
@@ -215,6 +218,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
         eos_token_ids: Sequence[int] | None = None,
         decode_mode: DecodeMode = "auto",
         kv_cache_bytes: int | None = None,
+        return_routed_experts: bool = False,
     ) -> Self:
         """Load a local Hugging Face folder.
 
@@ -226,12 +230,14 @@ class HFEngine(QueueingEngine[Request, Completion]):
                 model's steps cannot be recorded, ``static``.
             kv_cache_bytes: memory for keys and values: fewer than ``max_num_seqs`` samples run at once if they would
                 take more at ``max_model_len`` tokens each, and longer requests are refused. Default: no limit.
+            return_routed_experts: completions have `Completion.routed_experts`; ``decode_mode`` is ``dynamic`` then.
 
         Raises:
             ValueError: ``kv_cache_bytes`` is too little for one sample, or the model cannot be run in ``decode_mode``.
             EngineModelError: the architecture does not call transformers' attention interface, its logits in the
                 engine differ from those of transformers, it computes ``max_model_len`` tokens differently than fewer
-                (rope_type ``longrope``), or it reads images and the folder has no image processor.
+                (rope_type ``longrope``), it reads images and the folder has no image processor, or it has no routers
+                whose choice could be returned.
         """
         model, vision = decoding.load_model(path, dtype=dtype, max_model_len=max_model_len)
         if eos_token_ids is None:
@@ -242,7 +248,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
         if decode_mode not in ("auto", "dynamic") or model.device.type == "cuda":
             # By name, because that module has subclasses of this one.
             make = resolve_name("gcore_rollout.engines.hf.static_engine:engine_of_mode")
-            make = make(decode_mode, model, has_vision=vision is not None)
+            is_dynamic = return_routed_experts or vision is not None
+            make = make(decode_mode, model, is_dynamic=is_dynamic)
         engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
         decoding.check_logits(
             model,
@@ -250,6 +257,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
             max_length=engine._limits.max_length,
             max_num_seqs=max_num_seqs,
         )
+        if return_routed_experts:
+            decoding.record_experts(model, engine._chosen)
         engine._limits.stop_strings = StopStrings(path)
         engine._planned_length = min(max_model_len or 0, engine._limits.max_length)
         if kv_cache_bytes is not None:
@@ -428,15 +437,20 @@ class HFEngine(QueueingEngine[Request, Completion]):
             padded_index=self._tensor(padded_index),
         )
         keep = self._tensor(ends - 1)
-        if self._limits.vision is None or not any(sample.request.images for sample in samples):
-            return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[
-                which
-            ]
-        embeddings, rotary_positions, offsets = embed_images(
-            self._model, self._limits.vision, samples, tokens, positions
-        )
-        self._rows.rope_offsets[slots] = offsets[slot_prompts]
-        return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
+        inputs = {"input_ids": self._tensor(tokens)[None]}
+        if self._limits.vision is not None and any(sample.request.images for sample in samples):
+            embeddings, positions, offsets = embed_images(
+                self._model, self._limits.vision, samples, tokens, positions
+            )
+            self._rows.rope_offsets[slots] = offsets[slot_prompts]
+            inputs = {"inputs_embeds": embeddings}
+        logits = self._forward(positions, plan, keep=keep, **inputs)
+        if self._chosen:
+            by_prompt = np.split(self._take_chosen(), ends[:-1])
+            for group, experts_TLK in zip(groups, by_prompt, strict=True):
+                for sample in group:
+                    self._experts[sample] = list(experts_TLK)
+        return logits[which]
 
     def _logits_after_tokens(self, batch: int) -> torch.Tensor:
         """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
@@ -445,7 +459,18 @@ class HFEngine(QueueingEngine[Request, Completion]):
         length = int(positions.max()) + 1
         plan = Decode.at(self._tensor(positions), self._cache, length, dtype=self._model.dtype)
         tokens = self._tensor(rows.last_tokens[:batch])[None]
-        return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
+        rotary_positions = positions + rows.rope_offsets[:batch]
+        logits = self._forward(rotary_positions, plan, keep=0, input_ids=tokens)
+        if self._chosen:
+            for sample, experts_LK in zip(rows.samples[:batch], self._take_chosen(), strict=True):
+                self._experts[sample].append(experts_LK)
+        return logits
+
+    def _take_chosen(self) -> NDArray[np.int64]:
+        """Return the experts [T, L, K] of the last pass."""
+        experts_TLK = torch.stack(self._chosen, dim=1).cpu().numpy()
+        self._chosen.clear()
+        return experts_TLK
 
     def _forward(
         self,
@@ -525,18 +550,19 @@ class HFEngine(QueueingEngine[Request, Completion]):
         rows = self._rows
         sample = rows.samples[row]
         new = slice(sample.prefix_length, int(rows.num_sampled[row]))
+        experts = self._experts.get(sample)
         sample.finish(
-            rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason
+            rows.tokens[row, new],
+            rows.log_probs[row, new],
+            rows.versions[row, new],
+            reason,
+            experts and np.stack(experts),
         )
 
     @torch.inference_mode()
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
-        rows: list[int] = []
-        removed: list[QueuedSample] = []
-        for row, sample in enumerate(self._rows.samples):
-            if which(sample):
-                rows.append(row)
-                removed.append(sample)
+        rows = [row for row, sample in enumerate(self._rows.samples) if which(sample)]
+        removed = [self._rows.samples[row] for row in rows]
         if as_aborted:
             for row in rows:
                 self._finish(row, "abort")

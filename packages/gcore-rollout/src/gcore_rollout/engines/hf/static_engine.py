@@ -18,14 +18,15 @@ _PREFILL_TOKENS = 1 << 14
 """Most tokens of several prompts that are computed together, which bounds the memory of activations."""
 
 
-def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callable[..., HFEngine]:
+def engine_of_mode(mode: DecodeMode, model: Any, *, is_dynamic: bool) -> Callable[..., HFEngine]:
     """Return what makes the engine of this mode for a model on its device.
 
-    Steps in which the host chooses experts or rotary embeddings cannot be recorded as graphs.
+    Steps in which the host chooses experts or rotary embeddings cannot be recorded as graphs. An engine that reads
+    images or returns experts ``is_dynamic``: it has no static shapes.
 
     Raises:
         ValueError: ``mode`` is unknown, or ``cuda_graphs`` elsewhere than on CUDA.
-        EngineModelError: the model reads images, and ``mode`` has static shapes.
+        EngineModelError: the engine ``is_dynamic``, and ``mode`` has static shapes.
     """
     if mode not in get_args(DecodeMode):
         raise ValueError(f"decode_mode is {mode!r}; expected {', '.join(get_args(DecodeMode))}")
@@ -33,7 +34,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
         raise ValueError(
             f"decode_mode is 'cuda_graphs' on {model.device}; expected a CUDA device, or another mode"
         )
-    if mode == "dynamic" or (mode == "auto" and has_vision):
+    if mode == "dynamic" or (mode == "auto" and is_dynamic):
         return HFEngine
     if mode == "auto":
         config: Any = model.config.get_text_config()
@@ -41,9 +42,10 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
         types = {p.get("rope_type") for p in (rope, *rope.values()) if isinstance(p, dict)}
         is_on_host = types & {"dynamic", "longrope"} or "expert" in str(config.to_dict().keys())
         mode = "static" if is_on_host else "cuda_graphs"
-    elif has_vision:
+    elif is_dynamic:
         raise EngineModelError(
-            f"decode_mode is {mode!r}; expected auto or dynamic for a vision-language model"
+            f"decode_mode is {mode!r}; expected auto or dynamic for a vision-language model, and with "
+            "return_routed_experts"
         )
     return partial(StaticHFEngine, use_graphs=mode == "cuda_graphs")
 

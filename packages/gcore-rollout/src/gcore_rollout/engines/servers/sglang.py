@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gcore_rollout.engines.protocol import FinishReason, Request
-from gcore_rollout.engines.queueing import QueuedSample, extend_runs, is_repetitive, runs_at_end
+from gcore_rollout.engines.queueing import QueuedSample
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
 from gcore_rollout.engines.servers.served import RunningSample, StreamPiece

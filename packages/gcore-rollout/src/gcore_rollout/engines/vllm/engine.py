@@ -22,6 +22,7 @@ from gcore_rollout.engines.queueing import (
     check_max_num_seqs,
 )
 from gcore_rollout.engines.vllm import held_weights, options, process, ranks, translation
+from gcore_rollout.engines.vllm.routed_experts import record_experts
 from gcore_rollout.errors import EngineDiedError, EngineModelError, RolloutError, make_extra_error
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.digests import HeldWeights
@@ -118,6 +119,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._layout = process.fused_experts(self._path, shapes)
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
+        self._finish = translation.finish
         self._running: dict[str, QueuedSample] = {}
         self._sample_ids = count()
         self._num_checked: dict[str, int] = {}
@@ -142,6 +144,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         seed_per_sample: bool | None = None,
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
+        return_routed_experts: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> Self:
@@ -170,6 +173,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
                 are still those of the distribution sampled from.
             enable_sleep_mode: on a GPU, take memory in the way that `sleep` needs; on CPU `sleep` needs nothing.
+            return_routed_experts: completions of a mixture of experts have `Completion.routed_experts`, also of tokens
+                whose keys and values were cached. On a GPU that takes vLLM's second model runner; on CPU there must be
+                no ``speculative_config``.
             speculative_config: vLLM's setting of this name, such as ``{"method": "ngram", "num_speculative_tokens": 4,
                 "prompt_lookup_max": 4}`` or ``{"method": "draft_model", "model": PATH, "num_speculative_tokens": 4}``.
                 Samples are drawn from the same distribution and greedy ones are the same, but the same seed gives
@@ -180,7 +186,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
 
         Raises:
             RolloutError: vLLM is not installed.
-            EngineModelError: vLLM cannot run this architecture, or there are no safetensors.
+            EngineModelError: vLLM cannot run this architecture, there are no safetensors, or it cannot return experts.
         """
         path = Path(path)
         if speculative_config is not None:
@@ -232,6 +238,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 # The model's own generation config may hold top-k, top-p or penalties.
                 "generation_config": "vllm",
                 "logprobs_mode": "processed_logprobs",
+                "enable_return_routed_experts": return_routed_experts and not on_cpu,
             }
             if vision is not None:
                 arguments |= translation.options_for_images(on_cpu=on_cpu)
@@ -246,6 +253,12 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                     raise
                 raise EngineModelError(f"vLLM cannot run {path}: {error}") from error
             process.check_head_size(config)
+            can_return = config.model_config.is_moe and not (on_cpu and speculative_config)
+            if return_routed_experts and not can_return:
+                raise EngineModelError(
+                    f"return_routed_experts is True; expected False for {path}: it takes a mixture of experts and, on "
+                    "CPU, no speculative_config"
+                )
             engine = cls(
                 config,
                 shapes=shapes,
@@ -254,6 +267,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 seed_per_sample=seed_per_sample,
                 vision=vision,
             )
+            if return_routed_experts:
+                layers = record_experts(engine._engine, on_cpu=on_cpu)
+                engine._finish = partial(translation.finish, layers=layers)
         engine._limits.stop_strings = StopStrings(path)
         return engine
 
@@ -410,9 +426,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             self._completion_tokens += len(result.token_ids)
             end = self._find_end(sample, result.token_ids)
             if end is not None:
-                translation.finish(sample, result, "stop", num_tokens=end)
+                self._finish(sample, result, "stop", num_tokens=end)
             elif result.finish_reason in ("stop", "length", "repetition"):
-                translation.finish(sample, result, result.finish_reason)
+                self._finish(sample, result, result.finish_reason)
             else:
                 reason = f"{result.finish_reason}, {result.stop_reason}"
                 error = RolloutError(
@@ -449,7 +465,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             end = self._find_end(sample, token_ids, num_checked)
             if end is not None:
                 self._completion_tokens += len(token_ids)
-                translation.finish(sample, self._output_so_far(state), "stop", num_tokens=end)
+                self._finish(sample, self._output_so_far(state), "stop", num_tokens=end)
                 ended.append(sample_id)
         if ended:
             self._engine.abort_request(ended)
@@ -483,9 +499,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._completion_tokens += self._tokens_sampled(removed)
         if as_aborted:
             for state in self._states(removed):
-                translation.finish(
-                    removed[state.external_req_id], self._output_so_far(state), "abort"
-                )
+                self._finish(removed[state.external_req_id], self._output_so_far(state), "abort")
         self._engine.abort_request(list(removed))
         for sample_id in removed:
             del self._running[sample_id]

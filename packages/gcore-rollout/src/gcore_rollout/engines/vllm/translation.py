@@ -123,9 +123,13 @@ def finish(
     reason: FinishReason,
     *,
     num_tokens: int | None = None,
+    layers: Sequence[int] = (),
 ) -> None:
-    """Hand over a sample, or its first ``num_tokens`` new tokens."""
+    """Hand over a sample, or its first ``num_tokens`` new tokens, with their experts in some ``layers``."""
     new = slice(num_tokens)
+    experts: Any = result.routed_experts
+    if experts is not None:
+        experts = experts[:, layers]
     spans = result.weight_versions or []
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(
@@ -133,4 +137,5 @@ def finish(
         np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32)[new],
         np.concatenate([np.empty(0, np.int32), *versions])[new],
         reason,
+        experts,
     )
