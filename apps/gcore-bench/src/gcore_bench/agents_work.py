@@ -3,24 +3,34 @@
 import asyncio
 import json
 import multiprocessing
+import os
+import socket
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import aiohttp
-from aiohttp import web
+import psutil
 
 from gcore_agents import AgentServer, ChatCall, ChatEncoder, SampledTokens, Session, SessionBudget
-from gcore_bench.agents import AgentsOptions
+from gcore_bench.agents import VLLM, AgentsOptions
 from gcore_bench.harness.processes import Spec
 from gcore_bench.harness.report import Figures
-from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 
 _Sessions: TypeAlias = dict[str, Session]
 """By their keys."""
 _Ask: TypeAlias = Callable[[str, dict[str, Any]], Awaitable[Any]]
 """Sends the body of a call with a key, and returns the policy's message."""
 _PATH = "/v1/chat/completions"
+_SERVER = (
+    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
+    *("--hf-overrides", '{"max_position_embeddings": 16384}', "--disable-uvicorn-access-log"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
 _TOOL = {
     "type": "function",
     "function": {"name": "tool", "description": "d" * 200, "parameters": {"type": "object"}},
@@ -29,7 +39,42 @@ _TOOL = {
 
 def run(spec: Spec) -> Figures:
     """Return the processor time of a contender's calls, in its process."""
-    return asyncio.run(_measure(spec.contender, AgentsOptions(**spec.options)))
+    options = AgentsOptions(**spec.options)
+    if spec.contender == VLLM:
+        return asyncio.run(_measure_vllm(Path(spec.folder) / "model", options))
+    return asyncio.run(_measure(spec.contender, options))
+
+
+async def _measure_vllm(folder: Path, options: AgentsOptions) -> Figures:
+    """Return the processor time of a plain ``vllm serve`` on a CPU, without its engine's processes."""
+    make_tiny_model(folder, seed=0)
+    tiny_tokenizer(chats=True).save_pretrained(folder)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [*_SERVER, "--model", str(folder), "--port", str(port)]
+    process = psutil.Popen(command, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not await _is_well(f"{url}/health"):
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
+        start = process.cpu_times()
+        await _run_clients(url, map(str, range(options.sessions)), options)
+        end = process.cpu_times()
+    finally:
+        process.terminate()
+        process.wait()
+    num_calls = options.sessions * options.calls
+    cpu_s = end.user + end.system - start.user - start.system
+    return {"calls": num_calls, "total_ms": cpu_s / num_calls * 1e3}
+
+
+async def _is_well(url: str) -> bool:
+    await asyncio.sleep(0.5)
+    with suppress(aiohttp.ClientError):
+        async with aiohttp.ClientSession() as http, http.get(url) as response:
+            return response.ok
+    return False
 
 
 async def _measure(contender: str, options: AgentsOptions) -> Figures:
@@ -46,8 +91,8 @@ async def _measure(contender: str, options: AgentsOptions) -> Figures:
     num_calls = options.sessions * options.calls
     return {
         "calls": num_calls,
+        "total_ms": cpu_s / num_calls * 1e3,
         "call_ms": (cpu_s - engine.tokenization_s) / num_calls * 1e3,
-        "tokenization_ms": engine.tokenization_s / num_calls * 1e3,
     }
 
 
@@ -59,22 +104,7 @@ async def _serve_endpoint(sessions: _Sessions, options: AgentsOptions) -> None:
     await _run_clients(server.url, sessions, options)
 
 
-async def _serve_ready_reply(sessions: _Sessions, options: AgentsOptions) -> None:
-    message = {"role": "assistant", "content": "word " * options.message_words}
-    body = json.dumps({"choices": [{"message": message}]}).encode()
-
-    async def answer(request: web.BaseRequest) -> web.Response:
-        await request.read()
-        return web.Response(body=body)
-
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    await _run_clients(f"http://127.0.0.1:{runner.addresses[0][1]}", sessions, options)
-
-
-async def _run_clients(url: str, sessions: _Sessions, options: AgentsOptions) -> None:
+async def _run_clients(url: str, sessions: Iterable[str], options: AgentsOptions) -> None:
     """Make the calls in another process, whose time does not count."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_run_client_process, args=(url, [*sessions], options))
@@ -122,7 +152,7 @@ async def _play(keys: Sequence[str], options: AgentsOptions, ask: _Ask) -> None:
         messages.append({"role": "user", "content": text})
         async with at_once:
             for _ in range(options.calls):
-                turn = await ask(key, {"messages": list(messages), "tools": tools})
+                turn = await ask(key, {"messages": list(messages), "tools": tools, "max_tokens": 1})
                 messages += [turn, {"role": "tool", "content": text, "tool_call_id": "call"}]
 
     await asyncio.gather(*map(play, keys))
@@ -165,7 +195,6 @@ class _Engine:
 
 
 _SERVE = {
-    "bare aiohttp": _serve_ready_reply,
     "Session.respond": _play_here,
     "endpoint": _serve_endpoint,
 }
