@@ -109,7 +109,7 @@ def test_parts_that_end_badly_do_not_end_the_run(tmp_path: Path) -> None:
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(Path.home()),
-        "PYTHONPATH": str(ACCEPT.parent),
+        "PYTHONPATH": os.pathsep.join([str(ACCEPT.parent), os.environ["PYTHONPATH"]]),
     }
     arguments = [sys.executable, "-c", BAD_PARTS, str(tmp_path)]
     finished = subprocess.run(

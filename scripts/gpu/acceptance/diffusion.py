@@ -33,7 +33,7 @@ def three_steps(trial: Trial) -> None:
         "--demo.cache-dir",
         str(folder / "cache"),
         "--demo.num-steps",
-        "20",
+        "2" if trial.is_small else "20",
         "--trainer.tensorboard",
         "False",
     ]

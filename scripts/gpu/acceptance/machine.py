@@ -23,8 +23,6 @@ _MATMUL_SIZE = 8192
 
 def describe(device: str) -> dict[str, Any]:
     """Return the machine, its GPU and driver, the versions, the date and the commit."""
-    import torch
-
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     }
@@ -34,6 +32,8 @@ def describe(device: str) -> dict[str, Any]:
     if _output("git", "-C", str(ROOT), "status", "--porcelain"):
         facts["commit"] += ", with changes"
     if device.startswith("cuda"):
+        import torch
+
         properties = torch.cuda.get_device_properties(0)
         facts["device"] = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
         facts["driver"] = (
