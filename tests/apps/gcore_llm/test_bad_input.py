@@ -118,6 +118,13 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--actor.router-replay", "R2"],
             "algorithm.old_log_probs is 'rollout'; expected 'trainer' with actor.router_replay",
         ),
+        (
+            [
+                *("--actor.router-replay", "R3", "--rollout.engine", "sglang"),
+                *("--rollout.engine-options.server_python", sys.executable),
+            ],
+            "actor.router_replay is 'R3'; expected 'disabled' or 'R2' with rollout.engine 'sglang', which returns none",
+        ),
         (["--algorithm.overlong.buffer-len", "9"], "expected at most data.max_response_length=8"),
         (["--actor.optim.min-lr-ratio", "2"], "min_lr_ratio is 2.0; expected a number in [0, 1]"),
         (

@@ -348,7 +348,10 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
 
 @pytest.mark.slow
 def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
-    """The second update of a step sends tokens where the pass for old log-probs did, in both backends alike."""
+    """The second update of a step sends tokens where the pass for old log-probs did, in both backends alike.
+
+    In float32 that is where the engine sent them, too.
+    """
     torch.manual_seed(0)
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3MoeConfig(
@@ -386,6 +389,9 @@ def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
             "--trainer.parallel.expert-model-parallel-size",
             "2",
         ],
+        "engine": ["--actor.router-replay", "R3"],
+        "engine process": ["--actor.router-replay", "R3", "--rollout.num-processes", "1"],
+        "engine, megatron": ["--actor.router-replay", "R3", *megatron],
     }
     rows: dict[str, dict[str, float]] = {}
     for name, options in variants.items():
@@ -393,14 +399,16 @@ def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
         [rows[name]] = step_rows(cli.cwd / "runs" / name)
     names = ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm")
     for name in names:
-        assert rows["megatron"][name] == pytest.approx(rows["torch"][name], rel=1e-3, abs=1e-5)
+        for variant in ("megatron", "engine", "engine process", "engine, megatron"):
+            assert rows[variant][name] == pytest.approx(rows["torch"][name], rel=1e-3, abs=1e-5)
     assert any(abs(rows["free"][name] / rows["torch"][name] - 1) > 0.01 for name in names)
 
 
 def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) -> None:
-    options = ["--actor.router-replay", "R2", "--algorithm.old-log-probs", "trainer"]
-    message = f"actor.router_replay is 'R2'; expected 'disabled', because the model in {tiny} has no routers"
-    assert message in " ".join(cli.refused(*own_args, *options).split())
+    for mode in ("R2", "R3"):
+        options = ["--actor.router-replay", mode, "--algorithm.old-log-probs", "trainer"]
+        message = f"actor.router_replay is {mode!r}; expected 'disabled', because the model in {tiny} has no routers"
+        assert message in " ".join(cli.refused(*own_args, *options).split())
 
 
 @pytest.mark.parametrize(

@@ -343,17 +343,18 @@ class TrainConfig(BaseRLConfig):
             together = f"data.max_prompt_length + 2 * data.max_response_length = {longest}"
         expected = f"at least {together}, so that every sample fits a micro-batch"
         self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
+        limit = f"data.max_response_length={response}"
         fits = algorithm.overlong.buffer_len <= response
-        self.require(
-            "algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}"
-        )
-        is_below = f"below data.max_response_length={response}"
-        self.require(
-            "rollout.short_response_length", rollout.short_response_length < response, is_below
-        )
-        has_old = algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2"
-        replay = "actor.router_replay 'R2', which replays the pass for the old log-probs"
-        self.require("algorithm.old_log_probs", has_old, f"'trainer' with {replay}")
+        self.require("algorithm.overlong.buffer_len", fits, f"at most {limit}")
+        is_below = rollout.short_response_length < response
+        self.require("rollout.short_response_length", is_below, f"below {limit}")
+        replay = self.actor.router_replay
+        has_old = algorithm.old_log_probs == "trainer" or replay != "R2"
+        expected = "'trainer' with actor.router_replay 'R2', which replays its pass"
+        self.require("algorithm.old_log_probs", has_old, expected)
+        has_experts = "return_routed_experts" in rollout.kind.own_options or replay != "R3"
+        expected = f"'disabled' or 'R2' with rollout.engine {rollout.engine!r}, which returns none"
+        self.require("actor.router_replay", has_experts, expected)
         has_messages = self.data.train_files or not rollout.multi_turn.max_revisions
         files = "data.train_files, whose messages a revision can follow"
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
@@ -370,9 +371,8 @@ class TrainConfig(BaseRLConfig):
         continued = "rollout.partial_rollout true" if rollout.partial_rollout else ""
         conflicts: dict[str, dict[str, str]] = {}
         if rollout.partial_rollout:
-            conflicts["rollout.partial_rollout"] = {
-                greedy: "whose greedy responses are of the present weights",
-            }
+            reason = "whose greedy responses are of the present weights"
+            conflicts["rollout.partial_rollout"] = {greedy: reason}
         if self.reward_model.is_pairwise:
             conflicts["reward_model.judge.pairwise"] = {
                 several_turns: "because one response to one prompt is compared",

@@ -356,7 +356,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                 zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True)
             )
 
-        if needs_old and self._config.actor.router_replay == "R2":
+        if needs_old and self._config.actor.router_replay != "disabled":
             for sample, (log_probs, experts) in await score("actor", with_routing=True):
                 sample.old_log_probs = log_probs
                 sample.routed_experts = experts

@@ -128,6 +128,8 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         max_length = config.data.max_length
         policy_options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
+        if config.actor.router_replay == "R3":
+            own_options["return_routed_experts"] = True
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)

@@ -185,9 +185,10 @@ class ActorConfig(AdapterConfig, section="actor"):
     compile: bool = False
     """Compile the layers of all models in training (torch.compile), which takes a minute or more at the start, once for
     rows of all lengths; for torch, dense models, and without activation_offload."""
-    router_replay: Literal["disabled", "R2"] = "disabled"
-    """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
-    the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
+    router_replay: Literal["disabled", "R2", "R3"] = "disabled"
+    """Fix the experts of each token in a mixture of experts, so that ratios do not jump where a router is near a tie.
+    R2: the updates of a step use those that the pass for the old log-probs chose. R3: both use those that the engine
+    chose when it generated the token (arXiv 2510.11370), which hf and vllm return."""
     ppo_mini_batch_size: NonNegative = 0
     """Prompts an update; 0: the whole batch in one update."""
     ppo_epochs: Count = 1

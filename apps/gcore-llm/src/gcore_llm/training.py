@@ -15,7 +15,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.data.large_prompts import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
-from gcore_llm.learning.preparation import sample_flops, workload_of
+from gcore_llm.learning.preparation import has_routers, sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import (
@@ -215,6 +215,11 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         for settings in (rollout, *config.judges.values()):
             settings.check_server_python()
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
+    replay = config.actor.router_replay
+    if replay != "disabled" and not (config.model and has_routers(model)):
+        raise UserError(
+            f"actor.router_replay is {replay!r}; expected 'disabled', because the model in {model} has no routers"
+        )
     tokenizer = (
         build_tokenizer(model)
         if config.model

@@ -202,6 +202,7 @@ class EngineSampler:
             log_probs=completion.log_probs.tolist(),
             weight_versions=completion.weight_versions.tolist(),
             finish_reason=completion.finish_reason,
+            routed_experts=completion.routed_experts,
         )
 
     async def _wait_for_engine(self) -> None:
@@ -331,6 +332,7 @@ class EpisodePlayer:
             mask=tree.mask,
             log_probs=tree.log_probs,
             weight_versions=tree.weight_versions,
+            routed_experts=tree.routed_experts,
             forks=tree.forks if tree.forks.size else None,
             credit=credit if values else None,
             images=images,

@@ -63,6 +63,8 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
             images=_read_images(response.images) or prompt_images,
             forks=response.forks,
         )
+        if response.routed_experts is not None:
+            sample.routed_experts = response.routed_experts[sample.input_index]
         samples.append(sample)
     return samples
 
@@ -187,6 +189,14 @@ def workload_of(model: Path) -> TransformerWorkload:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
     )
+
+
+def has_routers(model: Path) -> bool:
+    """Return whether the model in a Hugging Face folder is a mixture of experts."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return bool(getattr(config, "num_experts_per_tok", None))
 
 
 def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:

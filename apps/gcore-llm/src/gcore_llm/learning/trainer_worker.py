@@ -12,7 +12,7 @@ from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTra
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
 from gcore_llm.sections import ActorOptimConfig
-from gcore_runs import BaseTrainerWorker, UserError, model_folder
+from gcore_runs import BaseTrainerWorker, model_folder
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_runs.settings.sections import RanksConfig
 from gcore_trainer import MicroBatch
@@ -64,11 +64,6 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
             self.trainers["critic"] = _build(
                 config, "critic", model_folder(config.critic.model or str(model)), parallel
             )
-        if config.actor.router_replay != "disabled" and not self.trainers["actor"].num_routers:
-            raise UserError(
-                f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "
-                f"{model} has no routers"
-            )
         if has_reference(config):
             self.use("reference")
             # The initial policy has the adapters that it starts from.
@@ -88,6 +83,12 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
         self.use(role)
         if role in self._frozen:
+            if role != "reference":
+                # The experts of samples are the policy's, and teachers are other models.
+                micro_batches = [
+                    [replace(sample, routed_experts=None) for sample in batch]
+                    for batch in micro_batches
+                ]
             return self._frozen[role].scores(micro_batches)
         trainer = self.trainers[role]
         if role == "critic":
