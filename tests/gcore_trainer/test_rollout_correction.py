@@ -1,15 +1,24 @@
 """Rollout correction: small cases by hand, parts of a batch against the whole, and what is refused."""
 
+import asyncio
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
+from torch.distributions import Categorical, kl_divergence
 
-from gcore_trainer import BatchError, ConfigError, RolloutCorrectionConfig, rollout_correction
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
+    RolloutCorrectionConfig,
+    rollout_correction,
+    rollout_mismatch,
+)
 from gcore_trainer.advantages.rollout_correction import weight_moments
 from gcore_trainer.config import RolloutIS, RolloutRS
 
@@ -267,3 +276,56 @@ def test_batches_that_cannot_be_corrected_are_refused() -> None:
         rollout_correction([two], [np.array([0.0, -np.inf])], [mask], config)
     with pytest.raises(ConfigError, match="rollout_is is None; expected token or sequence"):
         weight_moments([two], [two], [mask], RolloutCorrectionConfig())
+
+
+def mismatch_of_two(differences: list[Array], distributions: list[list[Array]]) -> dict[str, float]:
+    """Of two processes, of which the first has the differences, and each a list of distributions."""
+
+    async def main() -> list[dict[str, float]]:
+        gathered: list[Any] = []
+        both = asyncio.Event()
+
+        async def all_gather(part: Any) -> list[Any]:
+            gathered.append(part)
+            if len(gathered) == 2:
+                both.set()
+            await both.wait()
+            return gathered
+
+        calls = [
+            rollout_mismatch(own, all_gather, distributions=kept)
+            for own, kept in zip([differences, []], distributions, strict=True)
+        ]
+        return await asyncio.gather(*calls)
+
+    first, second = asyncio.run(main())
+    assert first == second
+    return first
+
+
+def test_distributions_are_compared_over_the_given_tokens_and_the_rest() -> None:
+    """Against torch's divergence of the same distributions, in which the other tokens are one."""
+    logits = torch.randn(3, 2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    log_probs = (3 * logits).log_softmax(-1)
+    parts = [pair[:, : 4 + 20 * i].numpy() for i, pair in enumerate(log_probs)]
+    expected: list[float] = []
+    for part in parts:
+        probs = torch.from_numpy(np.exp(part))
+        p, q = torch.cat([probs, 1 - probs.sum(1, keepdim=True)], 1)
+        expected.append(kl_divergence(Categorical(p), Categorical(q)).item())
+    metrics = mismatch_of_two([], [[parts[0]], parts[1:]])
+    assert metrics == {
+        "training/rollout_probs_diff_valid": 0.0,
+        "training/rollout_distribution_kl": pytest.approx(np.mean(expected), rel=1e-9),
+    }
+
+
+def test_a_tail_that_is_never_drawn() -> None:
+    """The engine draws from 99 % of the distribution: the divergence is 0.01 nats, and the estimate next to 0."""
+    trainer = np.log(np.array([0.6, 0.3, 0.09]))
+    engine = trainer - math.log(0.99)
+    metrics = mismatch_of_two([trainer - engine], [[np.stack([engine, trainer])], []])
+    assert metrics["training/rollout_k3_kl"] < 1e-4
+    assert metrics["training/rollout_distribution_kl"] == pytest.approx(-math.log(0.99), rel=1e-2)
+    same = mismatch_of_two([np.zeros(3)], [[np.stack([trainer, trainer])], []])
+    assert same["training/rollout_k3_kl"] == same["training/rollout_distribution_kl"] == 0.0

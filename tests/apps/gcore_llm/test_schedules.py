@@ -130,3 +130,5 @@ def test_engine_and_trainer_are_compared(cli: Cli, own_args: list[str], options:
                 < 1e-4
             )
             assert 0 <= row["training/rollout_k3_kl"] < 1e-8
+            if schedule != "async":
+                assert abs(row["training/rollout_distribution_kl"]) < 1e-5

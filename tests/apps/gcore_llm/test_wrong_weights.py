@@ -1,19 +1,26 @@
 """`gcore-llm train` on engines that do not have the trainer's weights."""
 
 import gc
+import shutil
 import sys
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
-from command_line import Cli, option_set, step_rows
+import torch
+from command_line import Cli, option_set, step_rows, write_rows
 
 # The faults are those that the engines themselves are tested with.
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 import faulty_engines  # pyright: ignore[reportMissingImports]
 from engine_oracles import VLLM_IMPORT_WARNINGS  # pyright: ignore[reportMissingImports]
 from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_llm.cli import parse_train
+from gcore_llm.learning.preparation import DISTRIBUTION_KL, K3
 from gcore_llm.training import train
 from gcore_rollout import WrongWeightsError
 from gcore_runs.loop.recorder import Display
@@ -25,34 +32,147 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("fault", faulty_engines.FAULTS)
-@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_a_run_stops_within_the_step(
-    kind: str, fault: str, own_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+KINDS = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def four_steps(
+    own_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Callable[[], str]]:
+    """Return a function that prepares a run of four steps with a faulty engine, which returns what the screen shows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GCORE_TEST_FAULT", fault)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    engine = f"{faulty_engines.__file__}:make_{kind}"
-    args = [
-        *option_set(own_args, "--trainer.total-training-steps", "4"),
-        "--rollout.engine",
-        engine,
-    ]
-    args += ["--actor.lora-rank", "4"] if fault == "adapter" else []
-    message = error_of(args[1:])
-    # The run's folder is closed here, and not in the middle of another test.
-    gc.collect()
-    assert "engine 0 " in message
-    assert faulty_engines.EXPECTED[fault] in message
-    # The weights of the second step's end were the wrong ones: nothing was sampled by them.
+
+    def prepare(kind: str, fault: str, *options: str) -> Callable[[], str]:
+        monkeypatch.setenv("GCORE_TEST_FAULT", fault)
+        engine = f"{faulty_engines.__file__}:make_{kind}"
+        args = option_set(own_args, "--trainer.total-training-steps", "4")[1:]
+        for name, value in zip(options[::2], options[1::2], strict=True):
+            args = option_set(args, name, value) if name in args else [*args, name, value]
+        screen = StringIO()
+
+        def run() -> str:
+            try:
+                train(
+                    parse_train([*args, "--rollout.engine", engine]),
+                    Display(Console(file=screen, width=1000)),
+                )
+            finally:
+                # The run's folder is closed here, and not in the middle of another test.
+                gc.collect()
+            return screen.getvalue()
+
+        return run
+
+    return prepare
+
+
+@pytest.mark.parametrize("fault", [*faulty_engines.FAULTS, "expert", "undelivered"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_stops_within_the_step(
+    kind: str, fault: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path, tiny: Path
+) -> None:
+    options: list[str] = []
+    if fault in ("adapter", "undelivered"):
+        options = ["--actor.lora-rank", "4"]
+    if fault == "expert":
+        options = ["--model", str(make_mixture(tmp_path / "mixture", tiny))]
+    with pytest.raises(WrongWeightsError, match="engine 0 ") as error:
+        four_steps(kind, fault, *options)()
+    assert faulty_engines.EXPECTED[fault] in str(error.value)
+    # The weights of the step's end were the wrong ones: nothing was sampled by them.
+    rows = (
+        step_rows(tmp_path / "runs/default")
+        if (tmp_path / "runs/default/metrics.jsonl").exists()
+        else []
+    )
+    assert [row["step"] for row in rows] == ([] if fault == "undelivered" else [1])
+
+
+def make_mixture(path: Path, tiny: Path) -> Path:
+    """Write a mixture of experts with the tokenizer of the embedded model."""
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    for file in tiny.glob("token*"):
+        shutil.copy(file, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_by_another_version_than_the_batch_trains(
+    kind: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path
+) -> None:
+    """By their label: it stays 0."""
+    with pytest.raises(RuntimeError, match="by weights of version 0; expected only version 1"):
+        four_steps(kind, "label")()
     assert [row["step"] for row in step_rows(tmp_path / "runs/default")] == [1]
 
 
-def error_of(args: list[str]) -> str:
-    with pytest.raises(WrongWeightsError) as error:
-        train(parse_train(args), Display(Console(quiet=True)))
-    return str(error.value)
+LONG = ("--data.max-prompt-length", "512")
+FAST = ("--actor.optim.lr", "3e-2")
+UNSEEN = {
+    # Prompts of more than a block of cached keys and values, the same at every step.
+    ("vllm", "cache"): (2, (*LONG, *FAST)),
+    ("hf", "temperature"): (1, ("--rollout.temperature", "0.5")),
+    ("vllm", "temperature"): (1, ("--rollout.temperature", "0.5")),
+    ("vllm", "raw log-probs"): (1, ("--rollout.temperature", "0.5")),
+    ("hf", "blind undelivered"): (2, ("--actor.lora-rank", "4", *FAST)),
+    ("vllm", "blind undelivered"): (2, ("--actor.lora-rank", "4", *FAST)),
+    ("hf", "blind late"): (2, FAST),
+    ("vllm", "blind late"): (2, FAST),
+}
+"""Faults that weights do not show, or engines that do not report them: at which step they are seen, and options."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [pytest.param(*key, marks=pytest.mark.slow if key[0] == "vllm" else ()) for key in UNSEEN],
+)
+def test_what_the_log_probs_show(
+    kind: str, fault: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path
+) -> None:
+    """At the first step at which the fault has an effect, by both measures, and on the screen."""
+    step, options = UNSEEN[kind, fault]
+    long = [{"prompt": f"{'9' * 300}{i}+{i % 7}=", "answer": i + i % 7} for i in range(12)]
+    write_rows(tmp_path / "long.jsonl", long)
+    if fault == "cache":
+        options += ("--data.train-files", str(tmp_path / "long.jsonl"))
+    screen = four_steps(kind, fault, *options)()
+    rows = step_rows(tmp_path / "runs/default")
+    for name, least in ((K3, 0.01), (DISTRIBUTION_KL, 0.001)):
+        values = [row[name] for row in rows]
+        assert max(values[: step - 1], default=0.0) < 1e-5
+        assert values[step - 1] > least
+    assert f"step {step}: engine and trainer disagree on the policy" in screen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tail_that_the_engine_does_not_draw(
+    kind: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path, tiny: Path
+) -> None:
+    """The estimate by sampled tokens is blind to it, because all of them are among those that are drawn."""
+    sharp = tmp_path / "sharp"
+    shutil.copytree(tiny, sharp)
+    weights = load_file(sharp / "model.safetensors")
+    weights["model.norm.weight"] *= 10
+    save_file(weights, sharp / "model.safetensors", metadata={"format": "pt"})
+    screen = four_steps(kind, "truncated", "--model", str(sharp))()
+    rows = step_rows(tmp_path / "runs/default")
+    assert rows[0][K3] < 0.01 < rows[0][DISTRIBUTION_KL]
+    assert f"nats per position ({DISTRIBUTION_KL})" in screen
 
 
 BLURRED = """

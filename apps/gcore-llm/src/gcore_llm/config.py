@@ -133,8 +133,9 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
     max_rollout_kl: Amount = 0.01
-    """A line on the screen warns when engine and trainer, with the same weights, differ by more nats per token
-    (training/rollout_k3_kl, of a sample of each step's responses); 0: they are not compared."""
+    """A line on the screen warns when engine and trainer, with the same weights, differ by more nats: per token
+    (training/rollout_k3_kl, of a sample of each step's responses) or position (training/rollout_distribution_kl); 0:
+    they are not compared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,6 +25,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.evaluation.evaluate import TextEvaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import (
     choose,
+    comparable,
     group_costs,
     has_signal,
     mismatch,
@@ -60,6 +61,7 @@ from gcore_trainer import KLController, MicroBatch, Sample, add_distillation
 
 _logger = logging.getLogger(__name__)
 
+_PROBE_TOKENS = 32
 _MANY = 0.5
 """Fraction of a step's episodes that is reported if they were cut off."""
 
@@ -122,8 +124,13 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._distillation = config.distillation
         self._source_key = config.distillation.read_column
         self._keeps_cache = config.trainer.schedule == "async"
+        self._compares_batches = (
+            config.trainer.schedule == "sync" and config.algorithm.max_rollout_kl > 0
+        )
         self._history = LengthHistory()
         self._running: RunningEpisodes | None = None
+        self._probed: list[Group] = []
+        """Positions of the step's responses at which the engine's distribution is compared with the trainer's."""
         self.saves_evaluated = config.trainer.export == "best"
 
     @property
@@ -168,6 +175,10 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         groups, unfinished = await generation.run(
             wave.prompts, unfinished=wave.unfinished, take=wave.take
         )
+        if self._compares_batches and not self._probed:
+            seed = self._seed(ctx, sum(group.prompt_index for group in groups))
+            with ctx.timer.stage("gen"):
+                self._probed = await probe(ctx.roles.policy, groups, self._sampling, seed=seed)
         measured = await ctx.group.all_gather(generation.measured)
         self._history.add(list(chain.from_iterable(measured)))
         return Generated(groups=groups, unfinished=unfinished, deferred=generation.deferred)
@@ -289,17 +300,32 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
     async def synced_metrics(
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
     ) -> dict[str, float]:
-        """Compare engine and trainer on a response generated now, where batches are never by the present weights."""
+        """Compare engine and trainer on responses generated now, where batches are never by the present weights."""
         if (
             self._config.trainer.schedule != "one_step_off"
             or not self._config.algorithm.max_rollout_kl
         ):
             return {}
         policy = ctx.roles.policy
-        probed = await probe(policy, batch.groups, self._sampling, seed=self._seed(ctx, step))
-        log_probs = {(g, 0): values for g, values in enumerate(await self._log_probs(ctx, probed))}
+        probed = await probe(
+            policy,
+            batch.groups,
+            self._sampling,
+            seed=self._seed(ctx, step),
+            num_tokens=_PROBE_TOKENS,
+        )
+        values = await self._log_probs(ctx, probed)
+        log_probs: dict[tuple[int, int], NDArray[np.float32]] = {}
+        for g, group_values in enumerate(values):
+            for i, response_values in enumerate(group_values):
+                log_probs[g, i] = response_values
         return await mismatch(
-            probed, log_probs, policy.weight_version, keeps_cache=False, group=ctx.group
+            probed,
+            log_probs,
+            policy.weight_version,
+            keeps_cache=False,
+            probed=list(zip(probed, values, strict=True)),
+            group=ctx.group,
         )
 
     def samples(
@@ -401,31 +427,42 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             return {}
         version = ctx.roles.policy.weight_version
         log_probs: dict[tuple[int, int], NDArray[np.float32]] = {}
+        chosen: list[tuple[int, int]] = []
         if scored is None:
             chosen = choose(
-                groups, version, keeps_cache=self._keeps_cache, seed=self._seed(ctx, step)
+                groups,
+                lambda _, r: comparable(r, version, keeps_cache=self._keeps_cache).any().item(),
+                seed=self._seed(ctx, step),
             )
-            chosen_log_probs = await self._log_probs(ctx, single_responses(groups, chosen))
-            log_probs.update(zip(chosen, chosen_log_probs, strict=True))
         else:
             for g, group_samples in enumerate(scored):
                 for i, sample in enumerate(group_samples):
                     if sample.old_log_probs is not None:
                         log_probs[g, i] = sample.old_log_probs
+        probed = self._probed
+        self._probed = []
+        values = await self._log_probs(ctx, [*single_responses(groups, chosen), *probed])
+        for place, (response_values,) in zip(chosen, values, strict=False):
+            log_probs[place] = response_values
         return await mismatch(
-            groups, log_probs, version, keeps_cache=self._keeps_cache, group=ctx.group
+            groups,
+            log_probs,
+            version,
+            keeps_cache=self._keeps_cache,
+            probed=list(zip(probed, values[len(chosen) :], strict=True)),
+            group=ctx.group,
         )
 
     async def _log_probs(
         self, ctx: Context[Roles], groups: list[Group]
-    ) -> list[NDArray[np.float32]]:
-        """Return the trainer's log-probs, [R], of the one response of each group."""
+    ) -> list[list[NDArray[np.float32]]]:
+        """Return the trainer's log-probs, [R] of each response of each group."""
         samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         micro_batches = self._micro_batches(ctx, groups, samples)
         scores = await ctx.roles.learner.score("actor", micro_batches)
         keys = map(id, chain.from_iterable(micro_batches))
         log_probs = dict(zip(keys, chain.from_iterable(scores), strict=True))
-        return [log_probs[id(sample)] for sample in chain.from_iterable(samples)]
+        return [[log_probs[id(sample)] for sample in group_samples] for group_samples in samples]
 
     def _micro_batches(
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
@@ -439,9 +476,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         )
         return [[samples[g][i] for g, i in batch] for batch in batches]
 
-    def _seed(self, ctx: Context[Roles], step: int) -> int:
+    def _seed(self, ctx: Context[Roles], number: int) -> int:
         """Return the seed of this controller's choices for a comparison."""
-        return hash((self._config.seed, step, ctx.rank)) % 2**63
+        return hash((self._config.seed, number, ctx.rank)) % 2**63
 
 
 class RunRecorder(BaseRunRecorder[LLMJob, TextEvaluation]):

@@ -16,6 +16,7 @@ from gcore_trainer.sample import LARGEST, Sample, require_finite
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this much, so that no ratio overflows."""
+_MIN_REST = 1e-6
 ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
@@ -339,17 +340,24 @@ async def add_advantages(
 
 
 async def rollout_mismatch(
-    differences: Sequence[NDArray[np.floating]], all_gather: AllGather
+    differences: Sequence[NDArray[np.floating]],
+    all_gather: AllGather,
+    *,
+    distributions: Sequence[NDArray[np.floating]] = (),
 ) -> dict[str, float]:
     """Return metrics of an engine's log-probs against the trainer's, of the tokens of all processes.
 
     ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
     ``training/rollout_k3_kl`` is the mean of r - 1 - log r with r = pi_trainer / pi_engine, which estimates
     KL(engine || trainer) in nats per token (J. Schulman, "Approximating KL divergence", 2020);
-    ``training/rollout_probs_diff_valid`` is 0 if there are no tokens, and then there are no others.
+    ``training/rollout_probs_diff_valid`` is 0 if there are no tokens, and then there are none of these.
+
+    ``training/rollout_distribution_kl`` is the mean KL(engine || trainer) of ``distributions``, in nats per position,
+    where tokens that are not given count as one. Unlike the estimate it is not 0 if an engine leaves out the tail.
 
     Args:
         differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
+        distributions: log-probs [2, K] of the engine and of the trainer, of K different tokens at one position.
     """
     joined = np.concatenate([np.zeros(0), *differences])
     log_ratio = np.nan_to_num(joined, nan=MAX_LOG_RATIO).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -359,16 +367,30 @@ async def rollout_mismatch(
         size.sum(),
         size.max(initial=0.0),
         (np.expm1(log_ratio) - log_ratio).sum(),
+        len(distributions),
+        sum(_kl_with_rest(distribution) for distribution in distributions),
     )
-    counts, sums, highest, k3 = zip(*await all_gather(part), strict=True)
-    if not sum(counts):
-        return {"training/rollout_probs_diff_valid": 0.0}
-    return {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_log_probs_diff_mean": float(sum(sums)) / sum(counts),
-        "training/rollout_log_probs_diff_max": float(max(highest)),
-        "training/rollout_k3_kl": float(sum(k3)) / sum(counts),
-    }
+    parts = await all_gather(part)
+    counts, sums, highest, k3, num_positions, divergences = zip(*parts, strict=True)
+    metrics = {"training/rollout_probs_diff_valid": float(sum(counts) > 0)}
+    if sum(counts):
+        metrics["training/rollout_log_probs_diff_mean"] = float(sum(sums)) / sum(counts)
+        metrics["training/rollout_log_probs_diff_max"] = float(max(highest))
+        metrics["training/rollout_k3_kl"] = float(sum(k3)) / sum(counts)
+    if sum(num_positions):
+        mean_kl = float(sum(divergences)) / sum(num_positions)
+        metrics["training/rollout_distribution_kl"] = mean_kl
+    return metrics
+
+
+def _kl_with_rest(log_probs: NDArray[np.floating]) -> float:
+    """Return KL(p || q) of log-probs [2, K] of p and q, with the tokens that are not among the K as one; NaN is almost 0."""
+    finite = np.nan_to_num(log_probs.astype(np.float64), nan=-MAX_LOG_RATIO)
+    probs = np.exp(finite.clip(-MAX_LOG_RATIO))
+    # Float32 log-probs of all tokens may add up to a little more than 1.
+    rest = (1 - probs.sum(axis=1, keepdims=True)).clip(_MIN_REST)
+    p, q = np.concatenate([probs, rest], axis=1)
+    return float((p * np.log(p / q)).sum())
 
 
 async def statistics(

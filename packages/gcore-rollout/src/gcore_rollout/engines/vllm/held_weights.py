@@ -130,7 +130,7 @@ def _packed_positions(isa: str, rows: int, columns: int, dtype: torch.dtype) -> 
     return packed
 
 
-def _read_published(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_published(model: Any, name: str, shape: Sequence[int]) -> torch.Tensor:
     """Read a published tensor from the model's own layout; an `AttributeError` if it cannot be found."""
     mapped = _map_name(model, name)
     path, _, attribute = mapped.rpartition(".")
@@ -148,7 +148,7 @@ def _read_published(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tens
     else:
         module = model.get_submodule(path)
         tensor = _read_parameter(module, attribute)
-        if tensor.dim() and tensor.shape[1:] == shape[1:]:
+        if tensor.dim() and list(tensor.shape[1:]) == list(shape[1:]):
             # The vocabulary is padded.
             tensor = tensor[: shape[0]]
     tensor = gather_tensor(tensor, shape, module)
@@ -180,7 +180,7 @@ def _read_parameter(module: Any, name: str) -> torch.Tensor:
     return torch.cat(parts).t()
 
 
-def _find_embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def _find_embedding(model: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
     """Return the published name of the tensor that shares its memory with a tied head."""
     try:
         head = _get_parameter(model, TIED_HEAD)

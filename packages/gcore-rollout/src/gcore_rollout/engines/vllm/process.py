@@ -283,12 +283,13 @@ def fused_experts(
     folder: Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, FusedExperts]]:
     """Return a folder's shapes without those of experts, and the tensors in which transformers has the experts."""
-    if not any(".experts." in name for name in shapes):
-        return dict(shapes), {}
-    model = _make_meta_model(folder)
     others = dict(shapes)
     fused: dict[str, FusedExperts] = {}
-    for name, parameter in () if model is None else model.named_parameters():
+    has_experts = any(".experts." in name for name in shapes)
+    model = _make_meta_model(folder) if has_experts else None
+    if model is None:
+        return others, fused
+    for name, parameter in model.named_parameters():
         if name in shapes:
             continue
         parts = _view_experts(parameter, revert_weight_conversion(model, {name: parameter}))
