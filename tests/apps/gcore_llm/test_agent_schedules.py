@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command_line import Cli, option_set, read_rows, step_rows
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_ckpt import Checkpointer
 
@@ -154,9 +156,37 @@ def test_long_sessions_go_on_in_the_next_step(
     assert len(set(started)) == len(started)
 
 
+def save_mixture(path: Path, tiny: Path) -> None:
+    """Write a mixture of experts with the tokenizer of the tiny model."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
 @pytest.mark.slow
-def test_what_is_finished_outlives_a_run_that_is_killed(cli: Cli, agent_args: list[str]) -> None:
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_what_is_finished_outlives_a_run_that_is_killed(
+    cli: Cli, agent_args: list[str], tiny: Path, has_experts: bool
+) -> None:
+    """With the experts that tokens passed through in the engine, also of sessions over several steps."""
     args = use_uneven(agent_args, "--trainer.save-freq", "1")
+    if has_experts:
+        save_mixture(cli.cwd / "mixture", tiny)
+        args = option_set(args, "--model", str(cli.cwd / "mixture"))
+        args += ["--actor.router-replay", "R3"]
     run = cli.cwd / "runs/default"
 
     def has_mixed_session() -> bool:
@@ -172,6 +202,11 @@ def test_what_is_finished_outlives_a_run_that_is_killed(cli: Cli, agent_args: li
     for file in (run / "sessions").glob("*.jsonl"):
         for record in read_rows(file):
             finished[record["key"].split()[0]] = int(file.name[:8])
+            turns = [node for node in record["nodes"] if "log_probs" in node]
+            num_routed = sum(len(node["routed_experts"] or ()) for node in turns)
+            assert num_routed == has_experts * (
+                sum(len(n["token_ids"]) for n in record["nodes"]) - 1
+            )
     reached = max(Checkpointer(run / "checkpoints").steps())
     num_before = len((cli.cwd / "started.txt").read_text().split())
     cli.ok(*args)
