@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import rank_views
 
 from gcore_diffusion.cli import main as diffusion_main
 from gcore_diffusion.recipes.published import PUBLISHED
@@ -46,6 +47,15 @@ def test_the_page_shows_what_a_dry_run_prints(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     assert section(name) in PAGE.read_text(), "record it again: see the top of this file"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", APPS)
+def test_the_page_shows_what_a_rank_does(name: str) -> None:
+    seen = rank_views.view(name)
+    assert "".join(rank_views.rows(name, seen)) in PAGE.read_text(), "scripts/docs/rank_views.py"
+    assert seen.loaded_bytes == pytest.approx(seen.planned_bytes, rel=0.01)
 
 
 def test_the_page_has_all_recipes() -> None:
