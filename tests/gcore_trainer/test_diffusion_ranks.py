@@ -147,14 +147,13 @@ def test_models_that_are_read_by_slices_train_alike_to_the_bit(
     (path / "transformer/diffusion_pytorch_model.safetensors").unlink()
     model.bfloat16().save_pretrained(path / "transformer", max_shard_size="20KB")
     assert len(list((path / "transformer").glob("*.safetensors"))) > 1
-    lora = None
-    if "adapters" in name:
-        lora = LoRAConfig(rank=2, alpha=4)
+    lora = LoRAConfig(rank=2, alpha=4)
     if name == "nft from adapters":
         lora = saved_adapters(path, tmp_path / "adapters", lora)
     parts = [dealt(images(12, seed), 2) for seed in range(2)]
+    arguments = OBJECTIVES["nft"], parts, lora if "adapters" in name else None, fsdp_size
     for whole, sliced in rank_server.shared(2).run(
-        "train_both_ways", str(path), OBJECTIVES["nft"], parts, lora, fsdp_size, size=2
+        "train_both_ways", str(path), *arguments, size=2
     ):
         assert sliced[0] == whole[0]
         for own, expected in zip(sliced[1:], whole[1:], strict=True):

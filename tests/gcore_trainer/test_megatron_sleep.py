@@ -107,8 +107,8 @@ def test_states_take_what_the_plan_says(
     """Of a rank of two that share moments: 6 bytes a parameter and 12 / 2, or 6 and 16 / 2 in host memory."""
     path = save_megatron_model("qwen3_tied", tmp_path)
     steps = [uneven(make_samples(GROUPS, seed=0), 2, seed=0)]
-    options = {"optimizer": OPTIMIZER, "objective": SFTObjective(), "dtype": torch.bfloat16}
-    options["offload"] = offload
+    options: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": SFTObjective()}
+    options |= {"dtype": torch.bfloat16, "offload": offload}
     found = rank_server.shared(4).run("megatron_holds", str(path), {TP: 2}, options, steps, size=4)
     job = Job(
         policy=ModelShape.from_config(CONFIGS["qwen3_tied"].to_dict()),

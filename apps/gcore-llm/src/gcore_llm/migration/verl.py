@@ -177,8 +177,7 @@ def model(c: Conversion) -> None:
 def layout(c: Conversion) -> None:
     """Convert the training backend and its ranks."""
     strategy = f"{ACTOR}.strategy"
-    engine = c.get("model_engine")
-    if engine == "megatron":
+    if c.get("model_engine") == "megatron":
         c.put("trainer.backend", "megatron", "model_engine")
     else:
         c.put("trainer.backend", c.one_of(strategy, _BACKENDS, "torch"), strategy)

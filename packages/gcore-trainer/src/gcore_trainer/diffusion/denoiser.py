@@ -27,7 +27,7 @@ from gcore_trainer.torch.sliced_weights import SlicedWeights, make_by_name
 try:
     import diffusers
     from diffusers.models.modeling_utils import no_init_weights
-    from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+    from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 except ImportError:
     raise make_extra_error("diffusers", "diffusion") from None
 

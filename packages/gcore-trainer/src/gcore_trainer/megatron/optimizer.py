@@ -110,12 +110,12 @@ class DistributedAdamW(AdamW):
         """Make originals and moments in host memory, and free the originals on the device."""
         parameters: dict[str, torch.nn.Parameter] = {}
         for number, shard in enumerate(self._shards):
-            main_grad: Any = shard.parameter.main_grad
-            view = torch.nn.Parameter(shard.range_of(shard.parameter.data))
+            parameter: Any = shard.parameter
+            view = torch.nn.Parameter(shard.range_of(parameter.data))
             view.grad_dtype = torch.float32
-            view.grad = shard.range_of(main_grad)
+            view.grad = shard.range_of(parameter.main_grad)
             parameters[str(number)] = view
-            if shard.main.dtype != shard.parameter.dtype:
+            if shard.main.dtype != parameter.dtype:
                 # Megatron-Core computes the norm of its gradients, and needs no values.
                 shard.main.untyped_storage().resize_(0)
         super().__init__(parameters, config, offload=True)

@@ -107,7 +107,7 @@ def make_model(
 
 @torch.no_grad()
 def make_by_name(
-    make: Callable[[], torch.nn.Module], folder: Path, file: str, *, device: torch.device
+    make: Callable[[], Any], folder: Path, file: str, *, device: torch.device
 ) -> tuple[Any, "SlicedWeights | None"]:
     """Make a float32 model without its parameters, if files have all of its tensors by their own names.
 
@@ -241,11 +241,11 @@ class SlicedWeights:
 class _Folder:
     """The safetensors files of a Hugging Face folder."""
 
-    def __init__(self, path: Path, file: str = SINGLE_FILE) -> None:
+    def __init__(self, path: Path, single_file: str = SINGLE_FILE) -> None:
         self._path = path
-        file_of = tensor_files(path, file)
+        file_of = tensor_files(path, single_file)
         if file_of is None:
-            raise _NotByNameError(f"there is neither {file} nor an index of its parts")
+            raise _NotByNameError(f"there is neither {single_file} nor an index of its parts")
         self._file_of = file_of
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name in sorted(set(self._file_of.values())):
@@ -385,7 +385,7 @@ def _make_buffers(
                 raise _NotByNameError(f"{name}.{key} is a tensor and no buffer")
 
 
-def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+def _move_buffers(model: Any, device: torch.device) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
