@@ -121,4 +121,4 @@ def test_other_orders_are_found() -> None:
     with pytest.raises(AssertionError):
         check_order([[summed], [summed, replace(summed, shapes=((4,),))]])
     with pytest.raises(KeyError):
-        check_order([[sent], []])
+        check_order([[summed, sent], [summed]])
