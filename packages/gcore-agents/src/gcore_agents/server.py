@@ -166,10 +166,10 @@ class AgentServer:
         router.add_route("*", "/{path:.*}", _refuse_path)
 
     def _add_api_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        for path, kind in _DIALECTS.items():
-            router.add_post(prefix + path, partial(self._answer_call, kind))
-        for path, kind in _COUNTS.items():
-            router.add_post(prefix + path, partial(self._count_tokens, kind))
+        for path, dialect_type in _DIALECTS.items():
+            router.add_post(prefix + path, partial(self._answer_call, dialect_type))
+        for path, dialect_type in _COUNTS.items():
+            router.add_post(prefix + path, partial(self._count_tokens, dialect_type))
         router.add_get(f"{prefix}/responses/{{response_id}}", self._show_response)
         router.add_get(f"{prefix}/models", partial(self._use_session, _list_models))
         router.add_get(f"{prefix}/models/{{model}}", partial(self._use_session, _describe_model))
@@ -213,12 +213,14 @@ class AgentServer:
         is_stream = action == "streamGenerateContent"
         return await self._answer_call(GoogleDialect, request, is_stream=is_stream)
 
-    async def _count_tokens(self, kind: type[Dialect], request: web.Request) -> web.Response:
+    async def _count_tokens(
+        self, dialect_type: type[Dialect], request: web.Request
+    ) -> web.Response:
         try:
-            dialect = self._find(request).dialects[kind]
+            dialect = self._find(request).dialects[dialect_type]
             return web.json_response(dialect.count_tokens(await _read_body(request)))
         except Exception as error:
-            return _make_error_response(kind, error)
+            return _make_error_response(dialect_type, error)
 
     async def _show_response(self, request: web.Request) -> web.Response:
         try:
@@ -228,13 +230,13 @@ class AgentServer:
             return _make_error_response(ResponsesDialect, error)
 
     async def _answer_call(
-        self, kind: type[Dialect], request: web.Request, *, is_stream: bool = False
+        self, dialect_type: type[Dialect], request: web.Request, *, is_stream: bool = False
     ) -> web.StreamResponse:
         """Answer a call; ``is_stream``: its path says that it wants a stream."""
         try:
-            dialect = self._find(request).dialects[kind]
+            dialect = self._find(request).dialects[dialect_type]
         except CallError as error:
-            return _make_error_response(kind, error)
+            return _make_error_response(dialect_type, error)
         try:
             call = _read_headers(request, dialect.read_call(await _read_body(request)))
             if call.stream or is_stream:
@@ -244,7 +246,7 @@ class AgentServer:
             response = web.json_response(dialect.write_reply(call, replies), headers=headers)
         except Exception as error:
             dialect.session.last_error = str(error)
-            return _make_error_response(kind, error)
+            return _make_error_response(dialect_type, error)
         with suppress(ConnectionError):
             await response.prepare(request)
             await response.write_eof()
@@ -352,9 +354,9 @@ def _to_call_error(error: Exception) -> CallError:
     )
 
 
-def _make_error_response(kind: type[Dialect], error: Exception) -> web.Response:
+def _make_error_response(dialect_type: type[Dialect], error: Exception) -> web.Response:
     call_error = _to_call_error(error)
-    return web.json_response(kind.write_error(call_error), status=call_error.status)
+    return web.json_response(dialect_type.write_error(call_error), status=call_error.status)
 
 
 def _list_models(session: Session, fields: JsonFields) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def join_parts(parts: Sequence[str | bytes]) -> str | list[dict[str, Any]]:
     if bytes not in map(type, parts):
         return "\n".join(map(str, parts))
     content: list[dict[str, Any]] = []
-    for kind, run in groupby(parts, type):
-        if kind is bytes:
+    for part_type, run in groupby(parts, type):
+        if part_type is bytes:
             content += [{"type": "image", "image": image} for image in run]
         else:
             content.append({"type": "text", "text": "\n".join(map(str, run))})

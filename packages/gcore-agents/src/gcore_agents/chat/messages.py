@@ -181,11 +181,11 @@ def _join_parts(parts: list[Any], where: str) -> str:
         text: object = part
         if isinstance(part, Mapping):
             entries: Mapping[str, Any] = part
-            kind = entries.get("type", "text")
-            if kind in _IMAGE_TYPES:
+            part_type = entries.get("type", "text")
+            if part_type in _IMAGE_TYPES:
                 raise MessageError(f"{where} has an image; expected text alone")
             text = None
-            if kind == "text":
+            if part_type == "text":
                 text = entries.get("text")
         if not isinstance(text, str):
             raise MessageError(f"{where} has the part {part!r:.80}; expected parts of type text")

@@ -145,13 +145,13 @@ class CaseAgent:
         ) as response:
             text = await response.text()
             if response.status >= 400:
-                shown = " ".join(text.split())[:_MAX_SHOWN]
-                raise MismatchError(f"HTTP {response.status}: {shown}")
+                first_words = " ".join(text.split())[:_MAX_SHOWN]
+                raise MismatchError(f"HTTP {response.status}: {first_words}")
             if not stream:
                 return await response.json()
-            kind = response.headers.get("Content-Type", "")
-            if "text/event-stream" not in kind:
-                raise MismatchError(f"a stream was asked for, and the reply is {kind!r}")
+            content_type = response.headers.get("Content-Type", "")
+            if "text/event-stream" not in content_type:
+                raise MismatchError(f"a stream was asked for, and the reply is {content_type!r}")
         return self.client.join_events(read_event_data(text.splitlines()))
 
     async def give_up(self, request: WireRequest, *, after_s: float) -> None:

@@ -74,24 +74,24 @@ def _render_turn(encoder: ChatEncoder, turn: ModelTurn) -> str:
     tools = ANNOUNCED if turn.calls else []
     prompt = encoder.render([_QUESTION], tools=tools)
     message = turn.message()
-    whole = encoder.render([_QUESTION, message], tools=tools, prompt=False)
-    if whole.startswith(prompt) and turn.reasoning in whole:
-        return whole[len(prompt) :]
+    text = encoder.render([_QUESTION, message], tools=tools, prompt=False)
+    if text.startswith(prompt) and turn.reasoning in text:
+        return text[len(prompt) :]
     opened = encoder.opened_thought
     if not opened:
-        return _drop_prompt(encoder, prompt, whole)
+        return _drop_prompt(encoder, prompt, text)
     # The template leaves the reasoning out, or the mark that its prompt opens.
     message.pop("reasoning_content", None)
-    whole = encoder.render([_QUESTION, message], tools=tools, prompt=False)
+    text = encoder.render([_QUESTION, message], tools=tools, prompt=False)
     close = opened.replace("<", "</", 1)
-    answer = _drop_prompt(encoder, prompt, whole)
+    answer = _drop_prompt(encoder, prompt, text)
     answer = answer.rpartition(close)[2].lstrip()
     return f"{turn.reasoning}\n{close}\n\n{answer}"
 
 
-def _drop_prompt(encoder: ChatEncoder, prompt: str, whole: str) -> str:
+def _drop_prompt(encoder: ChatEncoder, prompt: str, text: str) -> str:
     """Return a text without what it starts with as a prompt does; marks are not cut in pieces."""
-    tokens = encoder.encode(whole)
+    tokens = encoder.encode(text)
     num_common = count_common(encoder.encode(prompt), tokens)
     return encoder.turn_text(tokens[num_common:], is_ended=False)
 

@@ -188,9 +188,10 @@ def _name_turn(node: TraceNode | None, turns: Sequence[TraceNode]) -> str:
     return f"node {node.number}"
 
 
-def _describe_difference(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+def _describe_difference(actual: tuple[int, ...], expected: tuple[int, ...]) -> str:
     """Return a text for the first difference of two lists of tokens."""
-    position = count_common(found, expected)
-    shown = list(found[position : position + _SHOWN])
-    wanted = list(expected[position : position + _SHOWN])
-    return f"{len(found)} tokens, expected {len(expected)}; from token {position} on {shown}, expected {wanted}"
+    position = count_common(actual, expected)
+    actual_part = list(actual[position : position + _SHOWN])
+    expected_part = list(expected[position : position + _SHOWN])
+    difference = f"from token {position} on {actual_part}, expected {expected_part}"
+    return f"{len(actual)} tokens, expected {len(expected)}; {difference}"

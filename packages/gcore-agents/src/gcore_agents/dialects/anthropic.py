@@ -119,20 +119,20 @@ def _read_tools(fields: JsonFields, unused: dict[str, Any]) -> list[dict[str, An
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
     for tool in fields.read_objects("tools"):
-        kind = tool.read_text("type")
-        if kind in (None, "custom"):
+        tool_type = tool.read_text("type")
+        if tool_type in (None, "custom"):
             tools.append(read_tool(tool, "input_schema"))
         else:
-            left_out.append(kind)
+            left_out.append(tool_type)
     if left_out:
         unused["tools"] = left_out
     choice = fields.read_object("tool_choice")
-    kind = choice.read_text("type") if choice is not None else "auto"
-    if kind not in ("auto", "any", "tool", "none"):
+    mode = choice.read_text("type") if choice is not None else "auto"
+    if mode not in ("auto", "any", "tool", "none"):
         fields.fail("tool_choice", "the type auto, any, tool or none")
-    if kind in ("any", "tool"):
+    if mode in ("any", "tool"):
         unused["tool_choice"] = fields.values["tool_choice"]
-    return [] if kind == "none" else tools
+    return [] if mode == "none" else tools
 
 
 def _read_image(block: JsonFields, images: ImageReader) -> bytes:
@@ -160,14 +160,14 @@ def _read_message(fields: JsonFields, images: ImageReader | None) -> list[dict[s
     messages: list[dict[str, Any]] = []
     parts: list[str | bytes] = []
     for block in fields.read_objects("content"):
-        kind = block.require_text("type")
-        if kind == "text":
+        block_type = block.require_text("type")
+        if block_type == "text":
             parts.append(block.read_text("text") or "")
-        elif kind == "tool_result":
+        elif block_type == "tool_result":
             result = join_parts(read_parts(block, "content", _TEXT, _IMAGES, images))
             call_id = block.require_text("tool_use_id")
             messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
-        elif kind == "image" and images is not None and role == "user":
+        elif block_type == "image" and images is not None and role == "user":
             parts.append(_read_image(block, images))
         else:
             refuse_part(block, "type", _USER_BLOCKS)
@@ -184,16 +184,16 @@ def _read_turn(fields: JsonFields) -> dict[str, Any]:
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in fields.read_objects("content"):
-        kind = block.require_text("type")
-        if kind == "text":
+        block_type = block.require_text("type")
+        if block_type == "text":
             texts.append(block.read_text("text") or "")
-        elif kind == "thinking":
+        elif block_type == "thinking":
             thoughts.append(block.read_text("thinking") or "")
-        elif kind == "tool_use":
+        elif block_type == "tool_use":
             arguments = block.read_object("input")
             values = arguments.values if arguments is not None else {}
             calls.append(make_call(block.require_text("name"), values, block.require_text("id")))
-        elif kind != "redacted_thinking":
+        elif block_type != "redacted_thinking":
             refuse_part(block, "type", _TURN_BLOCKS)
     reasoning = "\n".join(thoughts) if any(thoughts) else ""
     return make_turn_message("\n".join(texts), reasoning=reasoning, calls=calls)
@@ -234,5 +234,5 @@ def _list_block_events(index: int, block: dict[str, Any]) -> Iterator[dict[str, 
     yield {"type": "content_block_stop", "index": index}
 
 
-def _split_block(kind: str, field: str, text: str) -> list[dict[str, Any]]:
-    return [{"type": kind, field: piece} for piece in split_text(text)]
+def _split_block(block_type: str, field: str, text: str) -> list[dict[str, Any]]:
+    return [{"type": block_type, field: piece} for piece in split_text(text)]

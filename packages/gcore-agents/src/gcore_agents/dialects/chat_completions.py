@@ -248,10 +248,10 @@ def _read_turn(fields: JsonFields) -> dict[str, Any]:
     return make_turn_message(content, reasoning=reasoning, calls=calls)
 
 
-def _write_head(call: ChatCall, replies: Sequence[ChatReply], kind: str) -> dict[str, Any]:
+def _write_head(call: ChatCall, replies: Sequence[ChatReply], object_type: str) -> dict[str, Any]:
     return {
         "id": replies[0].response_id,
-        "object": kind,
+        "object": object_type,
         "created": replies[0].created_s,
         "model": call.options["model"],
         "service_tier": None,

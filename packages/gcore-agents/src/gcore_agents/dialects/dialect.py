@@ -123,11 +123,11 @@ def read_parts(
         fields.fail(field, "text, or a list of parts")
     parts: list[str | bytes] = []
     for part in fields.read_objects(field):
-        kind = part.require_text("type")
-        if kind in text_types:
-            parts.append(part.read_text(text_types[kind]) or "")
-        elif images is not None and kind in image_types:
-            parts.append(image_types[kind](part, images))
+        part_type = part.require_text("type")
+        if part_type in text_types:
+            parts.append(part.read_text(text_types[part_type]) or "")
+        elif images is not None and part_type in image_types:
+            parts.append(image_types[part_type](part, images))
         else:
             refuse_part(part, "type", (*text_types, *(image_types if images is not None else ())))
     return parts
@@ -136,8 +136,8 @@ def read_parts(
 def refuse_part(part: JsonFields, field: str, types: Iterable[str]) -> None:
     """Raise the `CallError` of a part that has a type that is not supported."""
     expected = " or ".join(types)
-    kind = str(part.values.get(field))
-    if any(medium in kind for medium in _MEDIA):
+    part_type = str(part.values.get(field))
+    if any(medium in part_type for medium in _MEDIA):
         part.fail(field, f"{expected}: the model takes nothing else")
     part.fail(field, expected)
 
@@ -180,7 +180,7 @@ def check_schema(schema: JsonFields) -> None:
 def name_results(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which results of tools have the names of their calls, which some chat templates write."""
     names: dict[str, str] = {}
-    named: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for message in messages:
         copy = dict(message)
         for call in message.get("tool_calls") or ():
@@ -188,8 +188,8 @@ def name_results(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         call_id = message.get("tool_call_id")
         if call_id in names:
             copy.setdefault("name", names[call_id])
-        named.append(copy)
-    return named
+        results.append(copy)
+    return results
 
 
 def join_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -93,8 +93,8 @@ class GoogleDialect(Dialect):
     def count_tokens(self, body: Any) -> dict[str, Any]:
         """Return the answer to a question for the number of tokens of a call."""
         fields = _rename(JsonFields(body))
-        whole = _read_object(fields, "generateContentRequest")
-        call = self.read_call(body if whole is None else whole.values)
+        request = _read_object(fields, "generateContentRequest")
+        call = self.read_call(body if request is None else request.values)
         return {"totalTokens": self.session.count_tokens(call)}
 
     def write_reply(self, call: ChatCall, replies: Sequence[ChatReply]) -> dict[str, Any]:

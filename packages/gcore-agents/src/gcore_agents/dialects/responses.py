@@ -122,17 +122,17 @@ class ResponsesDialect(Dialect):
             return [{"role": "user", "content": value}]
         messages: list[dict[str, Any]] = []
         for item in fields.read_objects("input"):
-            kind = item.read_text("type")
-            if kind is None:
-                kind = "message" if item.has("role") else "item_reference"
-            if kind == "item_reference":
+            item_type = item.read_text("type")
+            if item_type is None:
+                item_type = "message" if item.has("role") else "item_reference"
+            if item_type == "item_reference":
                 item_id = item.require_text("id")
                 if item_id not in self._items:
                     item.fail("id", "the id of an item of this session")
                 item = JsonFields(self._items[item_id], item.path)
-                kind = item.values["type"]
+                item_type = item.values["type"]
             results = self._take_results(messages, item)
-            _add_item(messages, item, kind, self.images)
+            _add_item(messages, item, item_type, self.images)
             messages.extend(results)
         return messages
 
@@ -234,10 +234,10 @@ def _read_tools(
     custom_tools: list[str] = []
     left_out: list[str] = []
     for tool in fields.read_objects("tools"):
-        kind = tool.require_text("type")
-        if kind == "function":
+        tool_type = tool.require_text("type")
+        if tool_type == "function":
             tools.append(read_tool(tool, "parameters"))
-        elif kind == "custom":
+        elif tool_type == "custom":
             name = tool.require_text("name")
             description = tool.read_text("description") or ""
             function = {"name": name, "description": description, "parameters": _INPUT_SCHEMA}
@@ -246,7 +246,7 @@ def _read_tools(
             if tool.has("format"):
                 left_out.append(f"the format of {name}")
         else:
-            left_out.append(kind)
+            left_out.append(tool_type)
     if left_out:
         unused["tools"] = left_out
     if not allows_tools(fields):
@@ -259,10 +259,10 @@ def _read_image(part: JsonFields, images: ImageReader) -> bytes:
 
 
 def _add_item(
-    messages: list[dict[str, Any]], item: JsonFields, kind: str, images: ImageReader | None
+    messages: list[dict[str, Any]], item: JsonFields, item_type: str, images: ImageReader | None
 ) -> None:
     """Add an item to messages: reasoning, text and calls in a row are one turn."""
-    if kind == "message":
+    if item_type == "message":
         role = item.require_text("role")
         if role not in _ROLES:
             item.fail("role", " or ".join(_ROLES))
@@ -272,18 +272,18 @@ def _add_item(
             _open_turn(messages, takes_text=True)["content"] = content
         else:
             messages.append({"role": _ROLES[role], "content": content})
-    elif kind == "reasoning":
+    elif item_type == "reasoning":
         reasoning = read_content(item, "content", _REASONING)
         reasoning = reasoning or read_content(item, "summary", _REASONING)
         turn = _open_turn(messages, takes_text=True)
         if reasoning:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
-    elif kind == "function_call":
+    elif item_type == "function_call":
         arguments = read_arguments(item, "arguments")
         _add_call(messages, item, arguments)
-    elif kind == "custom_tool_call":
+    elif item_type == "custom_tool_call":
         _add_call(messages, item, {"input": item.read_text("input") or ""})
-    elif kind in ("function_call_output", "custom_tool_call_output"):
+    elif item_type in ("function_call_output", "custom_tool_call_output"):
         content = join_parts(read_parts(item, "output", _TEXT, _IMAGES, images))
         call_id = item.require_text("call_id")
         messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
@@ -366,18 +366,18 @@ def _write_head(call: ChatCall, reply: ChatReply, output: list[dict[str, Any]]) 
 
 def _list_item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the events of an item: its start, its parts in pieces, and its end."""
-    kind = item["type"]
+    item_type = item["type"]
     start = {**item, "status": "in_progress"}
     for field in ("content", "arguments", "input"):
         if field in item:
             start[field] = type(item[field])()
     yield {"type": "response.output_item.added", "output_index": index, "item": start}
     where = {"item_id": item["id"], "output_index": index}
-    if kind == "message":
+    if item_type == "message":
         yield from _list_text_events(where, item["content"][0])
-    elif kind == "reasoning":
+    elif item_type == "reasoning":
         yield from _list_reasoning_events(where, item["content"][0])
-    elif kind == "custom_tool_call":
+    elif item_type == "custom_tool_call":
         for piece in split_text(item["input"]):
             yield {"type": "response.custom_tool_call_input.delta", **where, "delta": piece}
         end = {"type": "response.custom_tool_call_input.done", **where}

@@ -126,9 +126,9 @@ def _choose_cases(parser: argparse.ArgumentParser, names: Sequence[str] | None) 
     cases = _list_all()
     if names is None:
         return cases
-    known = {case.name for case in cases}
+    known_names = {case.name for case in cases}
     for name in names:
-        if name not in known:
+        if name not in known_names:
             parser.error(f"--cases: {name!r} is no case; see --list")
     return [case for case in cases if case.name in names]
 

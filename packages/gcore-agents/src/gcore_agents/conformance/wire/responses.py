@@ -90,8 +90,8 @@ class ResponsesClient(WireClient):
                     (index, "response.function_call_arguments.delta"), ""
                 )
             else:
-                kind = "output_text" if item["type"] == "message" else "reasoning_text"
-                text = pieces.get((index, f"response.{kind}.delta"), "")
+                part_type = "output_text" if item["type"] == "message" else "reasoning_text"
+                text = pieces.get((index, f"response.{part_type}.delta"), "")
                 item["content"] = [{**item["content"][0], "text": text}]
             output.append(item)
         return {**response, "output": output}
