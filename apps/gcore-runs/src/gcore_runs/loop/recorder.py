@@ -491,6 +491,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
     def _record_memory(self, step: int) -> dict[str, float]:
         """Record the memory of each process and warn of those that grow; return that of each role."""
+        if self.job.config.is_simulated:
+            return {}
         sizes = read_memory(self.run.logs)
         append_json(self.run.memory, {"step": step, **sizes})
         for name, message in find_growth(self._memory, sizes):

@@ -143,7 +143,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         self._longest_s: dict[str, float] = {}
         """Seconds of the longest call of each stage."""
         self._logs = [""] * spec.num_ranks
-        """What each rank has as standard error, once it has joined."""
+        """The file that the standard error of each rank goes to, once it has joined."""
         self._is_asking = False
         """Whether answers of the ranks are due, also after an interrupt."""
         self._how_it_ended = "the training ranks have ended"

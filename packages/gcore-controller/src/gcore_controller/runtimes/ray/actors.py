@@ -63,7 +63,7 @@ class ActorGroup:
     heartbeat_timeout_s: float = 120.0
     """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
     logs: Sequence[str] = ()
-    """What each has as standard error; empty: it is not known."""
+    """The file that the standard error of each goes to; empty: it is not known."""
     longest_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of the longest call of each stage."""
 
