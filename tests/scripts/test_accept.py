@@ -13,21 +13,34 @@ from acceptance import command, wheels
 from acceptance.command import main
 from acceptance.parts import PARTS
 from acceptance.report import Figure, Result, read_results, write_result
+from forks import SOCKET
 
 ROOT = Path(__file__).parents[2]
 ACCEPT = ROOT / "scripts/gpu/accept"
 
 
-def accept(*options: str) -> "subprocess.CompletedProcess[str]":
+def run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command that may have heavy processes as forks of the tests' server, if a test has started that."""
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": str(Path.home()),
-        # Of `tests/startup`, by which imports take less time.
-        "PYTHONPATH": os.environ["PYTHONPATH"],
+        # With `tests/startup`, by which imports take less time.
+        "PYTHONPATH": os.pathsep.join([str(ACCEPT.parent), os.environ["PYTHONPATH"]]),
+        SOCKET: os.environ[SOCKET],
     }
+    # A fork finds the modules of its folder.
     return subprocess.run(
-        [ACCEPT, *options], env=environment, capture_output=True, text=True, check=False
+        command,
+        env=environment,
+        cwd=ACCEPT.parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+
+
+def accept(*options: str) -> "subprocess.CompletedProcess[str]":
+    return run([str(ACCEPT), *options])
 
 
 def accept_small(out: Path, parts: str) -> dict[str, Any]:
@@ -38,6 +51,7 @@ def accept_small(out: Path, parts: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     """But for the one with several ranks, which has a test of its own."""
     numbers = [part.number for part in PARTS if part.name != "multi"]
@@ -75,6 +89,7 @@ LAYOUTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 def test_several_ranks_on_a_cpu(tmp_path: Path) -> None:
     [part] = accept_small(tmp_path, "multi")["parts"]
     assert (part["number"], part["status"], part["errors"]) == (14, "met", [])
@@ -105,16 +120,9 @@ sys.exit(command.main(["--device", "cpu", "--small", "--parts", "1,2,3,4", "--ou
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 def test_parts_that_end_badly_do_not_end_the_run(tmp_path: Path) -> None:
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(Path.home()),
-        "PYTHONPATH": os.pathsep.join([str(ACCEPT.parent), os.environ["PYTHONPATH"]]),
-    }
-    arguments = [sys.executable, "-c", BAD_PARTS, str(tmp_path)]
-    finished = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, check=False
-    )
+    finished = run([sys.executable, "-c", BAD_PARTS, str(tmp_path)])
     assert finished.returncode == 0, finished.stdout + finished.stderr
     raises, slow, exits, ends = read_results(tmp_path)
     assert "has no attribute 'absent'" in raises.errors[0]
