@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore_runs.host_memory import process_memory
-from gcore_runs.logs import log_to
-from gcore_runs.loop.memory import find_growth, read_memory
+from gcore_runs.logs import log_to, process_memory, read_memory
+from gcore_runs.loop.recorder import find_growth
 
 
 def test_memory_of_this_process() -> None:

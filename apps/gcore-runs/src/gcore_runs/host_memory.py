@@ -1,12 +1,9 @@
-"""The memory of processes, and what they can have: what is free on the machine and in the container, and the C heap."""
+"""The memory that programs can have: what the machine has free, what its container may still take, and the C heap."""
 
 import ctypes
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from resource import getpagesize
-from typing import Any
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -25,22 +22,6 @@ def keep_free_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def process_memory(name: str) -> dict[str, float]:
-    """Return the memory of this process, of this name, in GB: its own that is resident, and what torch has on CUDA.
-
-    The keys are ``resident_gb/NAME``, without shared memory and mapped files, and where CUDA is used
-    ``reserved_gb/NAME``.
-    """
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text("ascii").split()
-    sizes = {f"resident_gb/{name}": (int(resident) - int(shared)) * getpagesize() / 1e9}
-    cuda: Any = sys.modules.get("torch.cuda")
-    # Another thread may be importing it.
-    if getattr(cuda, "is_initialized", bool)():
-        reserved = map(cuda.memory_reserved, range(cuda.device_count()))
-        sizes[f"reserved_gb/{name}"] = sum(reserved) / 1e9
-    return sizes
 
 
 @dataclass(frozen=True, kw_only=True)

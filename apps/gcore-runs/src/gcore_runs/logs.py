@@ -1,4 +1,4 @@
-"""Logs of a run's processes, one file for each and all merged by time; and text from outside in messages and logs."""
+"""Logs of a run's processes, one file for each and all merged by time, and their memory; text of others in messages."""
 
 import asyncio
 import ctypes
@@ -21,10 +21,10 @@ from itertools import count
 from logging.handlers import RotatingFileHandler
 from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from resource import getpagesize
+from typing import Any, BinaryIO, TypeVar
 
 from gcore_runs.errors import UserError
-from gcore_runs.host_memory import process_memory
 
 T = TypeVar("T")
 
@@ -39,8 +39,10 @@ MARK = "MARK"
 _MARK_EVERY_S = 0.5
 _MARKS_A_READING = 10
 """Marks for each reading of the process's memory."""
-MEMORY = ".memory"
+_MEMORY = ".memory"
 """Suffix of the file next to a log in which its process writes its memory every few seconds."""
+_FRESH_S = 60.0
+"""Age of that file from which on its process has ended."""
 _POLL_S = 0.3
 _IOLBF = 1
 """C's constant: a buffer is written at the end of every line."""
@@ -236,7 +238,7 @@ def _redirect(file: _File, stack: ExitStack) -> None:
     faulthandler.enable(2)
     ended = threading.Event()
 
-    memory = Path(file.baseFilename).with_suffix(MEMORY)
+    memory = Path(file.baseFilename).with_suffix(_MEMORY)
 
     def mark() -> None:
         for number in count():
@@ -252,6 +254,32 @@ def _redirect(file: _File, stack: ExitStack) -> None:
     marks.start()
     stack.callback(marks.join)
     stack.callback(ended.set)
+
+
+def process_memory(name: str) -> dict[str, float]:
+    """Return the memory of this process, of this name, in GB: its own that is resident, and what torch has on CUDA.
+
+    The keys are ``resident_gb/NAME``, without shared memory and mapped files, and where CUDA is used
+    ``reserved_gb/NAME``.
+    """
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text("ascii").split()
+    sizes = {f"resident_gb/{name}": (int(resident) - int(shared)) * getpagesize() / 1e9}
+    cuda: Any = sys.modules.get("torch.cuda")
+    # Another thread may be importing it.
+    if getattr(cuda, "is_initialized", bool)():
+        reserved = map(cuda.memory_reserved, range(cuda.device_count()))
+        sizes[f"reserved_gb/{name}"] = sum(reserved) / 1e9
+    return sizes
+
+
+def read_memory(folder: Path) -> dict[str, float]:
+    """Return the memory of all processes that log to a folder, and of this one; see `process_memory`."""
+    sizes = process_memory("main")
+    for file in folder.glob(f"*{_MEMORY}"):
+        if time.time() - file.stat().st_mtime < _FRESH_S:
+            # Empty while it is written.
+            sizes |= json.loads(file.read_text() or "{}")
+    return sizes
 
 
 def _add(handler: logging.Handler, stack: ExitStack) -> None:

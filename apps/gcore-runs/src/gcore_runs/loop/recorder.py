@@ -8,10 +8,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
@@ -44,9 +44,8 @@ from gcore_controller import (
 )
 from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
-from gcore_runs.logs import one_line, printable
+from gcore_runs.logs import one_line, printable, read_memory
 from gcore_runs.loop.best import BEST, SINCE_BEST, compare_with_best, is_best, is_due, keep_best
-from gcore_runs.loop.memory import find_growth, read_memory
 from gcore_runs.run_folder import (
     MetricsWriter,
     RunFolder,
@@ -67,6 +66,11 @@ _PLAIN_EVERY_S = 10.0
 _LARGE = 1e9  # numbers below this are written out on the screen
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
+
+_WINDOW = 10
+"""Readings of memory whose lowest is taken: what is held for a moment is no growth."""
+_NUM_READINGS = 4 * _WINDOW
+_MIN_RISE = 1.01
 
 _INTERRUPTS = (
     signal.SIGINT,
@@ -533,6 +537,26 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.learner.save(step, {"step": step, "controllers": controllers})
         self._spans.record_wait(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
+
+
+def find_growth(
+    history: dict[str, list[float]], sizes: Mapping[str, float]
+) -> Iterator[tuple[str, str]]:
+    """Add readings to a history of each name; yield the names that grow, each with a sentence that says so.
+
+    A name grows if the lowest of ten readings rises by over 1 % three times in a row.
+    """
+    for name, size in sizes.items():
+        readings = history.setdefault(name, [])
+        # Other processes write every few seconds: in a short step they have written nothing.
+        if size not in readings[-1:]:
+            readings.append(size)
+        if len(readings) == _NUM_READINGS:
+            starts = range(0, _NUM_READINGS, _WINDOW)
+            lows = [round(min(readings[i : i + _WINDOW]), 3) for i in starts]
+            if all(later > _MIN_RISE * low for low, later in pairwise(lows)):
+                yield name, f"{name} grows: the lowest of each ten steps was {lows}"
+            del readings[:_WINDOW]
 
 
 def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
