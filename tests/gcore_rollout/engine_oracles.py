@@ -96,21 +96,23 @@ def make_tiny_model(path: Path, *, tie: bool, num_heads: int = 4) -> TinyModel:
     return TinyModel(path, old, new)
 
 
-def make_tiny_mixture(path: Path, *, expert_size: int = 64) -> TinyModel:
+def make_tiny_mixture(
+    path: Path, *, expert_size: int = 64, vocab_size: int = VOCAB_SIZE
+) -> TinyModel:
     """A mixture of four experts, which transformers has fused and the folder has one by one."""
+    sizes: dict[str, Any] = {"head_dim": 32, "moe_intermediate_size": expert_size}
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=MAX_LENGTH,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=expert_size,
         bos_token_id=None,
         eos_token_id=EOS_TOKEN_IDS,
+        **sizes,
     )
     old, new = (_random_model(Qwen3MoeForCausalLM(config), seed) for seed in (0, 1))
     old.save_pretrained(path)

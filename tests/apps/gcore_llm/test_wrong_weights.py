@@ -8,16 +8,17 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Cli, option_set, step_rows, write_rows
 
 # The faults are those that the engines themselves are tested with.
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 import faulty_engines  # pyright: ignore[reportMissingImports]
-from engine_oracles import VLLM_IMPORT_WARNINGS  # pyright: ignore[reportMissingImports]
+from engine_oracles import (  # pyright: ignore[reportMissingImports]
+    VLLM_IMPORT_WARNINGS,
+    make_tiny_mixture,
+)
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_llm.cli import parse_train
 from gcore_llm.learning.preparation import DISTRIBUTION_KL, K3
@@ -35,50 +36,47 @@ pytestmark = [
 KINDS = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]
 
 
+FourSteps = Callable[..., str]
+"""Runs four steps with an engine of this kind and fault, and with further options; returns what the screen shows."""
+
+
 @pytest.fixture
-def four_steps(
-    own_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Callable[[], str]]:
-    """Return a function that prepares a run of four steps with a faulty engine, which returns what the screen shows."""
+def four_steps(own_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FourSteps:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
 
-    def prepare(kind: str, fault: str, *options: str) -> Callable[[], str]:
+    def run(kind: str, fault: str, *options: str) -> str:
         monkeypatch.setenv("GCORE_TEST_FAULT", fault)
-        engine = f"{faulty_engines.__file__}:make_{kind}"
         args = option_set(own_args, "--trainer.total-training-steps", "4")[1:]
+        args += ["--rollout.engine", f"{faulty_engines.__file__}:make_{kind}"]
         for name, value in zip(options[::2], options[1::2], strict=True):
             args = option_set(args, name, value) if name in args else [*args, name, value]
         screen = StringIO()
+        try:
+            train(parse_train(args), Display(Console(file=screen, width=1000)))
+        finally:
+            # The run's folder is closed here, and not in the middle of another test.
+            gc.collect()
+        return screen.getvalue()
 
-        def run() -> str:
-            try:
-                train(
-                    parse_train([*args, "--rollout.engine", engine]),
-                    Display(Console(file=screen, width=1000)),
-                )
-            finally:
-                # The run's folder is closed here, and not in the middle of another test.
-                gc.collect()
-            return screen.getvalue()
-
-        return run
-
-    return prepare
+    return run
 
 
 @pytest.mark.parametrize("fault", [*faulty_engines.FAULTS, "expert", "undelivered"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_stops_within_the_step(
-    kind: str, fault: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path, tiny: Path
+    kind: str, fault: str, four_steps: FourSteps, tmp_path: Path, tiny: Path
 ) -> None:
     options: list[str] = []
     if fault in ("adapter", "undelivered"):
         options = ["--actor.lora-rank", "4"]
     if fault == "expert":
-        options = ["--model", str(make_mixture(tmp_path / "mixture", tiny))]
+        make_tiny_mixture(tmp_path / "mixture", vocab_size=128)
+        for file in tiny.glob("token*"):
+            shutil.copy(file, tmp_path / "mixture")
+        options = ["--model", str(tmp_path / "mixture")]
     with pytest.raises(WrongWeightsError, match="engine 0 ") as error:
-        four_steps(kind, fault, *options)()
+        four_steps(kind, fault, *options)
     assert faulty_engines.EXPECTED[fault] in str(error.value)
     # The weights of the step's end were the wrong ones: nothing was sampled by them.
     rows = (
@@ -113,11 +111,11 @@ def make_mixture(path: Path, tiny: Path) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_by_another_version_than_the_batch_trains(
-    kind: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path
+    kind: str, four_steps: FourSteps, tmp_path: Path
 ) -> None:
     """By their label: it stays 0."""
     with pytest.raises(RuntimeError, match="by weights of version 0; expected only version 1"):
-        four_steps(kind, "label")()
+        four_steps(kind, "label")
     assert [row["step"] for row in step_rows(tmp_path / "runs/default")] == [1]
 
 
@@ -142,7 +140,7 @@ UNSEEN = {
     [pytest.param(*key, marks=pytest.mark.slow if key[0] == "vllm" else ()) for key in UNSEEN],
 )
 def test_what_the_log_probs_show(
-    kind: str, fault: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path
+    kind: str, fault: str, four_steps: FourSteps, tmp_path: Path
 ) -> None:
     """At the first step at which the fault has an effect, by both measures, and on the screen."""
     step, options = UNSEEN[kind, fault]
@@ -150,7 +148,7 @@ def test_what_the_log_probs_show(
     write_rows(tmp_path / "long.jsonl", long)
     if fault == "cache":
         options += ("--data.train-files", str(tmp_path / "long.jsonl"))
-    screen = four_steps(kind, fault, *options)()
+    screen = four_steps(kind, fault, *options)
     rows = step_rows(tmp_path / "runs/default")
     for name, least in ((K3, 0.01), (DISTRIBUTION_KL, 0.001)):
         values = [row[name] for row in rows]
@@ -161,7 +159,7 @@ def test_what_the_log_probs_show(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tail_that_the_engine_does_not_draw(
-    kind: str, four_steps: Callable[..., Callable[[], str]], tmp_path: Path, tiny: Path
+    kind: str, four_steps: FourSteps, tmp_path: Path, tiny: Path
 ) -> None:
     """The estimate by sampled tokens is blind to it, because all of them are among those that are drawn."""
     sharp = tmp_path / "sharp"
@@ -169,7 +167,7 @@ def test_a_tail_that_the_engine_does_not_draw(
     weights = load_file(sharp / "model.safetensors")
     weights["model.norm.weight"] *= 10
     save_file(weights, sharp / "model.safetensors", metadata={"format": "pt"})
-    screen = four_steps(kind, "truncated", "--model", str(sharp))()
+    screen = four_steps(kind, "truncated", "--model", str(sharp))
     rows = step_rows(tmp_path / "runs/default")
     assert rows[0][K3] < 0.01 < rows[0][DISTRIBUTION_KL]
     assert f"nats per position ({DISTRIBUTION_KL})" in screen

@@ -24,6 +24,7 @@ from gcore_controller import (
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluation.evaluate import TextEvaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import (
+    ScoredResponse,
     choose,
     comparable,
     group_costs,
@@ -33,7 +34,6 @@ from gcore_llm.learning.preparation import (
     probe,
     sample_flops,
     samples_to_show,
-    single_responses,
     speed,
     split_in_micro_batches,
     unscored_samples,
@@ -314,17 +314,12 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             seed=self._seed(ctx, step),
             num_tokens=_PROBE_TOKENS,
         )
-        values = await self._log_probs(ctx, probed)
-        log_probs: dict[tuple[int, int], NDArray[np.float32]] = {}
-        for g, group_values in enumerate(values):
-            for i, response_values in enumerate(group_values):
-                log_probs[g, i] = response_values
+        scored = await self._score_responses(ctx, probed)
         return await mismatch(
-            probed,
-            log_probs,
+            chain.from_iterable(scored),
             policy.weight_version,
             keeps_cache=False,
-            probed=list(zip(probed, values, strict=True)),
+            probed=scored,
             group=ctx.group,
         )
 
@@ -371,30 +366,38 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         needs_old: bool,
     ) -> None:
         """Set the scores that the algorithm needs, by the models before their first update."""
-        learner = ctx.roles.learner
         if not (needs_old or self._has_reference or self._has_critic):
             return
         micro_batches = self._micro_batches(ctx, groups, samples)
-
-        async def score(role: str, *, with_routing: bool = False) -> list[tuple[Sample, Any]]:
-            scores = await learner.score(role, micro_batches, with_routing=with_routing)
-            return list(
-                zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True)
-            )
-
         if needs_old and self._config.actor.router_replay != "disabled":
-            for sample, (log_probs, experts) in await score("actor", with_routing=True):
+            for sample, (log_probs, experts) in await self._scores(
+                ctx, "actor", micro_batches, with_routing=True
+            ):
                 sample.old_log_probs = log_probs
                 sample.routed_experts = experts
         elif needs_old:
-            for sample, log_probs in await score("actor"):
+            for sample, log_probs in await self._scores(ctx, "actor", micro_batches):
                 sample.old_log_probs = log_probs
         if self._has_reference:
-            for sample, log_probs in await score("reference"):
+            for sample, log_probs in await self._scores(ctx, "reference", micro_batches):
                 sample.ref_log_probs = log_probs
         if self._has_critic:
-            for sample, values in await score("critic"):
+            for sample, values in await self._scores(ctx, "critic", micro_batches):
                 sample.values = values
+
+    async def _scores(
+        self,
+        ctx: Context[Roles],
+        role: str,
+        micro_batches: list[MicroBatch],
+        *,
+        with_routing: bool = False,
+    ) -> list[tuple[Sample, Any]]:
+        """Return the samples with a model's scores."""
+        scores = await ctx.roles.learner.score(role, micro_batches, with_routing=with_routing)
+        return list(
+            zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True)
+        )
 
     async def _score_by_teachers(
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
@@ -412,9 +415,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                     role_groups.append(group)
                     role_samples.append(group_samples)
             micro_batches = self._micro_batches(ctx, role_groups, role_samples)
-            scores = await ctx.roles.learner.score(role, micro_batches)
-            keys = map(id, chain.from_iterable(micro_batches))
-            for key, log_probs in zip(keys, chain.from_iterable(scores), strict=True):
+            for sample, log_probs in await self._scores(ctx, role, micro_batches):
+                key = id(sample)
                 weighted = share_of[key] * log_probs
                 means[key] = means[key] + weighted if key in means else weighted
         return [[means.get(id(sample)) for sample in group_samples] for group_samples in samples]
@@ -426,8 +428,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         if not self._config.algorithm.max_rollout_kl:
             return {}
         version = ctx.roles.policy.weight_version
-        log_probs: dict[tuple[int, int], NDArray[np.float32]] = {}
-        chosen: list[tuple[int, int]] = []
+        responses: list[ScoredResponse] = []
+        chosen: list[Group] = []
         if scored is None:
             chosen = choose(
                 groups,
@@ -435,34 +437,35 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                 seed=self._seed(ctx, step),
             )
         else:
-            for g, group_samples in enumerate(scored):
-                for i, sample in enumerate(group_samples):
+            for group, group_samples in zip(groups, scored, strict=True):
+                for response, sample in zip(group.responses, group_samples, strict=True):
                     if sample.old_log_probs is not None:
-                        log_probs[g, i] = sample.old_log_probs
-        probed = self._probed
+                        responses.append((response, sample.old_log_probs))
+        scored_groups = await self._score_responses(ctx, [*chosen, *self._probed])
         self._probed = []
-        values = await self._log_probs(ctx, [*single_responses(groups, chosen), *probed])
-        for place, (response_values,) in zip(chosen, values, strict=False):
-            log_probs[place] = response_values
+        responses.extend(chain.from_iterable(scored_groups[: len(chosen)]))
         return await mismatch(
-            groups,
-            log_probs,
+            responses,
             version,
             keeps_cache=self._keeps_cache,
-            probed=list(zip(probed, values[len(chosen) :], strict=True)),
+            probed=scored_groups[len(chosen) :],
             group=ctx.group,
         )
 
-    async def _log_probs(
+    async def _score_responses(
         self, ctx: Context[Roles], groups: list[Group]
-    ) -> list[list[NDArray[np.float32]]]:
-        """Return the trainer's log-probs, [R] of each response of each group."""
+    ) -> list[list[ScoredResponse]]:
+        """Return the responses of each group with the trainer's log-probs."""
         samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         micro_batches = self._micro_batches(ctx, groups, samples)
-        scores = await ctx.roles.learner.score("actor", micro_batches)
-        keys = map(id, chain.from_iterable(micro_batches))
-        log_probs = dict(zip(keys, chain.from_iterable(scores), strict=True))
-        return [[log_probs[id(sample)] for sample in group_samples] for group_samples in samples]
+        log_probs: dict[int, NDArray[np.float32]] = {}
+        for sample, values in await self._scores(ctx, "actor", micro_batches):
+            log_probs[id(sample)] = values
+        scored: list[list[ScoredResponse]] = []
+        for group, group_samples in zip(groups, samples, strict=True):
+            group_values = [log_probs[id(sample)] for sample in group_samples]
+            scored.append(list(zip(group.responses, group_values, strict=True)))
+        return scored
 
     def _micro_batches(
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]

@@ -4,7 +4,7 @@ import heapq
 import math
 import re
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -36,8 +36,8 @@ from gcore_trainer import (
     rollout_mismatch,
 )
 
-LogProbs = Mapping[tuple[int, int], NDArray[np.float32]]
-"""The trainer's log-probabilities, [R] for each response, by the indices of its group and of its place there."""
+ScoredResponse = tuple[Completion, NDArray[np.float32]]
+"""A response with the trainer's log-probs [R] of its tokens."""
 K3 = "training/rollout_k3_kl"
 DISTRIBUTION_KL = "training/rollout_distribution_kl"
 _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
@@ -275,20 +275,20 @@ def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDAr
 
 def choose(
     groups: Sequence[Group], is_candidate: Callable[[Group, Completion], bool], *, seed: int
-) -> list[tuple[int, int]]:
-    """Choose responses to compare, as (group, place): about 2 % of all tokens, prompts included, and at least one."""
-    candidates: list[tuple[int, int]] = []
+) -> list[Group]:
+    """Choose responses to compare, each as a group: about 2 % of all tokens, prompts included, and at least one."""
+    candidates: list[Group] = []
     sizes: list[int] = []
     num_tokens = 0
-    for g, group in enumerate(groups):
-        for i, response in enumerate(group.responses):
+    for group in groups:
+        for response in group.responses:
             size = group.prompt_ids.size + response.token_ids.size
             num_tokens += size
             if is_candidate(group, response):
-                candidates.append((g, i))
+                candidates.append(replace(group, responses=[response]))
                 sizes.append(size)
     budget = _SHARE * num_tokens
-    chosen: list[tuple[int, int]] = []
+    chosen: list[Group] = []
     for k in np.random.default_rng(seed).permutation(len(candidates)):
         if chosen and sizes[k] > budget:
             break
@@ -297,35 +297,27 @@ def choose(
     return chosen
 
 
-def single_responses(groups: Sequence[Group], chosen: Sequence[tuple[int, int]]) -> list[Group]:
-    """Return each chosen response as a group of its own."""
-    return [replace(groups[g], responses=[groups[g].responses[i]]) for g, i in chosen]
-
-
 async def mismatch(
-    groups: Sequence[Group],
-    log_probs: LogProbs,
+    scored: Iterable[ScoredResponse],
     version: int,
     *,
     keeps_cache: bool,
-    probed: Sequence[tuple[Group, Sequence[NDArray[np.float32]]]] = (),
+    probed: Sequence[Sequence[ScoredResponse]],
     group: Collectives,
 ) -> dict[str, float]:
     """Return `gcore_trainer.rollout_mismatch` of all controllers' `comparable` tokens.
 
     Args:
-        probed: what `probe` has returned, each with the trainer's log-probs [R] of its responses: distributions are
-            compared after the prompt of each.
+        probed: the responses of each group of `probe`: distributions are compared at their first tokens.
     """
     differences: list[NDArray[np.floating]] = []
-    for (g, i), ours in log_probs.items():
-        response = groups[g].responses[i]
+    for response, ours in scored:
         compared = comparable(response, version, keeps_cache=keeps_cache)
         differences.append(ours[compared].astype(np.float64) - response.log_probs[compared])
     distributions: list[NDArray[np.floating]] = []
-    for position, group_log_probs in probed:
+    for position in probed:
         by_token: dict[int, tuple[np.float32, np.float32]] = {}
-        for response, ours in zip(position.responses, group_log_probs, strict=True):
+        for response, ours in position:
             if response.weight_versions[0] == version:
                 by_token[int(response.token_ids[0])] = response.log_probs[0], ours[0]
         if by_token:
@@ -354,18 +346,19 @@ async def probe(
     generator = np.random.default_rng(seed)
     positions: list[Group] = []
     requests: list[Request] = []
-    for g, i in choose(groups, is_text, seed=seed)[:_MOST_PROBES]:
-        response = groups[g].responses[i]
+    for group in choose(groups, is_text, seed=seed)[:_MOST_PROBES]:
+        (response,) = group.responses
         start = int(generator.choice(np.flatnonzero(response.weight_versions >= 0)))
-        prompt_ids = np.concatenate([groups[g].prompt_ids, response.token_ids[:start]])
-        positions.append(replace(groups[g], prompt_ids=prompt_ids, responses=[], greedy_score=None))
+        prompt_ids = np.concatenate([group.prompt_ids, response.token_ids[:start]])
+        max_tokens = min(num_tokens, response.token_ids.size - start)
         request = Request(
             request_id=str(len(requests)),
             prompt_token_ids=tuple(prompt_ids.tolist()),
-            sampling=replace(sampling, max_tokens=min(num_tokens, response.token_ids.size - start)),
+            sampling=replace(sampling, max_tokens=max_tokens),
             n=_NUM_DRAWS,
             seed=seed,
         )
+        positions.append(replace(group, prompt_ids=prompt_ids, responses=[], greedy_score=None))
         requests.append(request)
     async for completion in policy.generate(requests):
         positions[int(completion.request_id)].responses.append(completion)
@@ -394,18 +387,14 @@ def samples_to_show(
 
     The numbers are random, and depend on nothing but the step and the response's place in the run: those with the
     lowest are the same for any number of controllers.
+    shown: list[tuple[Group, Sequence[Sample | None]]] = [*trained]
+    shown.extend((group, [None] * len(group.responses)) for group in filtered)
     """
     responses: list[tuple[int, int, Group, Sample | None]] = []
-
-    def add(group: Group, samples: Sequence[Sample | None]) -> None:
+    for group, samples in shown:
         for i, sample in enumerate(samples):
             number = hash((step, group.prompt_index, i))
             responses.append((number, i, group, sample))
-
-    for group, samples in trained:
-        add(group, samples)
-    for group in filtered:
-        add(group, [None] * len(group.responses))
     lowest = heapq.nsmallest(count, responses, key=itemgetter(0))
     return [
         (number, _sample_to_show(group, i, sample, tokenizer))

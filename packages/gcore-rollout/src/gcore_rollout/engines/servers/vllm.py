@@ -148,11 +148,11 @@ class VLLMServerEngine(ServerEngine):
         except ServerRequestError:
             return None
         label = await self._client.call("GET", "/weight_info")
+        tensors: list[HeldTensor] = []
         # All ranks return the same.
-        tensors = [
-            HeldTensor(**{**fields, "digest": Digest(*fields["digest"])})
-            for fields in answer["results"][0]
-        ]
+        for fields in answer["results"][0]:
+            fields["digest"] = Digest(*fields["digest"])
+            tensors.append(HeldTensor(**fields))
         return HeldWeights(version=int(label["weight_version"]), tensors=tensors)
 
     @cached_property

@@ -69,24 +69,21 @@ def _read_experts(model: Any, shape: Sequence[int], matrices: Sequence[str]) -> 
     weights = [matrix.removeprefix(prefix).removesuffix("weight") for matrix in matrices]
     shards = tuple(shard_by_weight.get(weight) for weight in weights)
     attribute = _EXPERT_PARAMETERS.get(shards)  # pyright: ignore[reportArgumentType]
-    if attribute is None:
+    if attribute is None or layer.global_num_experts != shape[0]:
         raise AttributeError(f"vLLM loads {matrices} as {shards}")
     num_matrices = len(matrices)
     width: int = layer.moe_config.intermediate_size_per_partition_unpadded
-    part = _unpack_experts(layer, attribute).unflatten(1, (num_matrices, -1))
-    # The intermediate dimension is padded, and divided among ranks.
-    dim = 2 if attribute == "w13_weight" else 3
-    part = part.narrow(dim, 0, width)
+    # Dimensions are [experts, matrices, rows, columns]; the intermediate one is padded, and divided among ranks.
+    dim = 3 if attribute == "w2_weight" else 2
+    part = _unpack_experts(layer, attribute).unflatten(1, (num_matrices, -1)).narrow(dim, 0, width)
     full = part.new_zeros(*shape).unflatten(1, (num_matrices, -1))
     if part.shape == full.shape:
         return part.flatten(1, 2)
-    if part.shape[1:] == full.shape[1:] and layer.expert_map is not None:
-        here = layer.expert_map >= 0
-        full[here] = part[layer.expert_map[here].long()]
-    elif part.shape[0] == full.shape[0]:
+    if layer.expert_map is None:
         full.narrow(dim, layer.moe_config.tp_rank * width, width).copy_(part)
     else:
-        raise AttributeError(f"{attribute} has shape {tuple(part.shape)}; expected {shape}")
+        here = layer.expert_map >= 0
+        full[here] = part[layer.expert_map[here].long()]
     from vllm.distributed import get_tp_group
 
     group: Any = get_tp_group()
