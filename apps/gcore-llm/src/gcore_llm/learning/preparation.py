@@ -340,8 +340,8 @@ async def probe(
     """
 
     def is_text(group: Group, response: Completion) -> bool:
-        has_images = group.has_images or response.images is not None
-        return not has_images and response.forks is None and bool(response.sampled_versions.size)
+        is_linear = not group.has_images and response.forks is None
+        return is_linear and response.sampled_versions.size > 0
 
     generator = np.random.default_rng(seed)
     positions: list[Group] = []
@@ -358,8 +358,8 @@ async def probe(
             n=_NUM_DRAWS,
             seed=seed,
         )
-        positions.append(replace(group, prompt_ids=prompt_ids, responses=[], greedy_score=None))
         requests.append(request)
+        positions.append(replace(group, prompt_ids=prompt_ids, responses=[], greedy_score=None))
     async for completion in policy.generate(requests):
         positions[int(completion.request_id)].responses.append(completion)
     return positions
@@ -387,9 +387,9 @@ def samples_to_show(
 
     The numbers are random, and depend on nothing but the step and the response's place in the run: those with the
     lowest are the same for any number of controllers.
+    """
     shown: list[tuple[Group, Sequence[Sample | None]]] = [*trained]
     shown.extend((group, [None] * len(group.responses)) for group in filtered)
-    """
     responses: list[tuple[int, int, Group, Sample | None]] = []
     for group, samples in shown:
         for i, sample in enumerate(samples):

@@ -40,16 +40,14 @@ def held_tensors(
             names.append(TIED_HEAD)
     tensors: list[HeldTensor] = []
     for name in names:
-        source: str | None = name
-        if is_tied and name == TIED_HEAD:
-            source = _find_embedding(model, shapes)
-        if source is None:
-            continue
-        if name in experts:
-            read = partial(_read_experts, model, *experts[name])
-        else:
-            read = partial(_read_published, model, name, shapes[source])
+        source = name
         try:
+            if is_tied and name == TIED_HEAD:
+                source = _find_embedding(model, shapes)
+            if name in experts:
+                read = partial(_read_experts, model, *experts[name])
+            else:
+                read = partial(_read_published, model, name, shapes[source])
             tensors.append(digest_held_tensor(name, read, source=source))
         except AttributeError:
             # There is no module or parameter of this name: vLLM has made something else of it.
@@ -177,20 +175,13 @@ def _read_parameter(module: Any, name: str) -> torch.Tensor:
     return torch.cat(parts).t()
 
 
-def _find_embedding(model: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return the published name of the tensor that shares its memory with a tied head."""
-    try:
-        head = _get_parameter(model, TIED_HEAD)
-        return next(
-            (
-                n
-                for n in shapes
-                if n.endswith("embed_tokens.weight") and _get_parameter(model, n) is head
-            ),
-            None,
-        )
-    except AttributeError:
-        return None
+def _find_embedding(model: Any, shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return the published name of the tensor that shares its memory with a tied head; else an `AttributeError`."""
+    head = _get_parameter(model, TIED_HEAD)
+    for name in shapes:
+        if name.endswith("embed_tokens.weight") and _get_parameter(model, name) is head:
+            return name
+    raise AttributeError(f"{TIED_HEAD} is no embedding")
 
 
 def _get_parameter(model: Any, name: str) -> torch.Tensor:
