@@ -6,18 +6,31 @@
 import re
 import sys
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import MODEL_TYPES, UNBUILT, WINDOW, tiny_config
-from trainer_oracles import Group, load_padded, make_samples, save_model
+from trainer_oracles import Group, deviation, load_padded, make_samples, save_model
 
-from gcore_trainer import PackedModel, Sample, UnsupportedModelError
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    ParallelConfig,
+    Sample,
+    SFTObjective,
+    TorchParallel,
+    TorchTrainer,
+    UnsupportedModelError,
+)
+from gcore_trainer.torch.optimizer import gather_full_tensor
 
 TABLE = Path(__file__).parents[2] / "docs/reference/models.md"
 TOLERANCE = 2e-4
@@ -28,8 +41,9 @@ _HEADER = f"""# Models that packed training computes
 Every type of `AutoModelForCausalLM` in transformers, as a tiny random model in float32: `exact` means that
 log-probabilities of a packed row (several prompts, some of them shared, of up to {_LONGEST} tokens) are those of
 transformers one sample at a time, within {TOLERANCE:g} nats. Sliding windows are {WINDOW} tokens there, shorter than
-the samples. `refused` models raise an `UnsupportedModelError` when they are loaded; for a few types there is no tiny
-model to try.
+the samples. In bfloat16, FSDP2 on a mesh of one rank gives the same log-probabilities as no mesh, to the bit, and the
+same gradients up to rounding. `refused` models raise an `UnsupportedModelError` when they are loaded; for a few types
+there is no tiny model to try.
 
 Written by `python tests/gcore_trainer/model_table.py`, and compared with the code by `test_models.py`.
 
@@ -38,14 +52,24 @@ Written by `python tests/gcore_trainer/model_table.py`, and compared with the co
 """
 
 
+@contextmanager
+def world_of_one() -> Generator[None]:
+    """Make this process the only rank of a world."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def outcome(model_type: str) -> str:
-    """Score a tiny model both ways.
+    """Score a tiny model both ways, in a `world_of_one`.
 
     Returns:
         the table's text: ``exact``, or why the model is refused or could not be built.
 
     Raises:
-        AssertionError: the model is not refused, and its scores are wrong.
+        AssertionError: the model is not refused, and its scores are wrong, or others on a mesh of one.
     """
     if model_type in UNBUILT:
         return f"not tried: {UNBUILT[model_type]}"
@@ -57,10 +81,44 @@ def outcome(model_type: str) -> str:
             packed = PackedModel.from_pretrained(path, max_length=_LONGEST)
         except UnsupportedModelError as error:
             return f"refused: {_reason(str(error))}"
+        check_mesh_of_one(path, _SAMPLES)
     actual = packed.log_probs([_SAMPLES])[0]
     for sample, log_probs_R in zip(_SAMPLES, actual, strict=True):
         np.testing.assert_allclose(log_probs_R, _alone(plain, sample), rtol=0, atol=TOLERANCE)
     return "exact"
+
+
+def check_mesh_of_one(path: Path, samples: list[Sample]) -> None:
+    """Check that FSDP2 on one rank changes neither log-probabilities nor, but for rounding, gradients in bfloat16."""
+    alone, sharded = (
+        _bfloat16(path, samples, is_sharded=is_sharded) for is_sharded in (False, True)
+    )
+    for own, expected in zip(sharded[0], alone[0], strict=True):
+        np.testing.assert_array_equal(own, expected)
+    assert deviation(sharded[1], alone[1]) < 2**-7
+
+
+def _bfloat16(
+    path: Path, samples: list[Sample], *, is_sharded: bool
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return log-probabilities before a step, and the gradient of that step."""
+    packed = PackedModel.from_pretrained(
+        path, max_length=_LONGEST, compute_dtype=torch.bfloat16, sharded=is_sharded
+    )
+    trainer = TorchTrainer(
+        packed,
+        optimizer=OptimizerConfig(lr=1e-3, grad_clip=1e9),
+        objective=SFTObjective(),
+        parallel=TorchParallel.join(ParallelConfig()) if is_sharded else None,
+    )
+    [log_probs] = trainer.log_probs([samples])
+    trainer.train_step([samples])
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in packed.named_parameters().items():
+        # Biases of routers are trained by other means: they have no gradient, or zeros.
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients[name] = gather_full_tensor(gradient).float()
+    return log_probs, gradients
 
 
 def table() -> str:
@@ -93,4 +151,5 @@ def _reason(message: str) -> str:
 
 if __name__ == "__main__":
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(table())
+    with world_of_one():
+        TABLE.write_text(table())

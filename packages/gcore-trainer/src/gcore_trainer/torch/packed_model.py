@@ -249,10 +249,18 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         model: torch.nn.Module = (
             self.model if self.vision is None else self.model.base_model.language_model
         )
-        stacks = [
-            m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count
-        ]
-        return list(stacks[0])
+        stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+        for stack in stacks:
+            if len(stack) == count:
+                return list(stack)
+        # Each layer counts twice, or there are stacks that are passed several times: lists outside of others.
+        layers: dict[torch.nn.Module, None] = {}
+        inner: set[torch.nn.Module] = set()
+        for stack in stacks:
+            if stack not in inner:
+                layers.update(dict.fromkeys(stack))
+                inner.update(stack.modules())
+        return list(layers)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their names in a Hugging Face folder."""

@@ -97,10 +97,16 @@ class TorchParallel:
                 f"{packed.num_attention_heads} attention heads"
             )
         packed.divide_tokens(self.context)
-        for parameter in packed.model.parameters():
-            # FSDP gathers parameters of one data type only.
-            parameter.data = parameter.data.to(packed.compute_dtype)
-        shard_modules([*packed.layers(), packed.root], self.mesh)
+        # FSDP gathers parameters of one data type together: routers in float32, as ERNIE 4.5's, are gathered apart.
+        apart: list[torch.nn.Module] = []
+        for module in reversed(list(packed.model.modules())):
+            own = list(module.parameters(recurse=False))
+            if own and all(parameter.dtype != packed.compute_dtype for parameter in own):
+                apart.append(module)
+                continue
+            for parameter in own:
+                parameter.data = parameter.data.to(packed.compute_dtype)
+        shard_modules([*apart, *packed.layers(), packed.root], self.mesh)
         packed.load_weights()
 
     def syncing(

@@ -77,7 +77,8 @@ def write_folder(
     """Write a folder of safetensors files, with an index if there are several, and of what ``write_config`` writes.
 
     All ranks call this with the same names and shapes, and see the folder. Each writes a share of the tensors, the
-    first one also the other files. They wait for each other on the host: NCCL would end a collective that waits for minutes.
+    first one also the other files. They wait for each other on the host: NCCL would end a collective that waits for
+    minutes.
 
     Until all is written, the files are in another folder, which is then renamed. If ``folder`` exists, its config.json,
     without which no loader takes it for a model, is absent while files are replaced; its other files stay.
