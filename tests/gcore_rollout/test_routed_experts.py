@@ -37,14 +37,13 @@ NUM_LAYERS, TOP_K = 2, 2
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     path = tmp_path_factory.mktemp("moe")
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = Qwen3MoeConfig(
+        **heads,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=NUM_LAYERS + 1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=MAX_LENGTH,
         num_experts=6,
         num_experts_per_tok=TOP_K,

@@ -4,6 +4,7 @@ import json
 import signal
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,13 +161,12 @@ def save_mixture(path: Path, tiny: Path) -> None:
     """Write a mixture of experts with the tokenizer of the tiny model."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3MoeConfig(
+        **heads,
         vocab_size=len(tokenizer),
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -197,8 +197,7 @@ def has_routers(model: Path) -> bool:
     """Return whether the model in a Hugging Face folder is a mixture of experts."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    return bool(getattr(config, "num_experts_per_tok", None))
+    return hasattr(AutoConfig.from_pretrained(model).get_text_config(), "num_experts_per_tok")
 
 
 def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:

@@ -118,7 +118,7 @@ class QueuedSample(Generic[RequestT, SampleT]):
 
     @property
     def prefix_length(self: "QueuedSample") -> int:
-        return self.prefix.token_ids.size if self.request.prefixes else 0
+        return self.prefix.token_ids.size
 
     @property
     def generator_seed(self: "QueuedSample") -> int:
@@ -145,25 +145,23 @@ class QueuedSample(Generic[RequestT, SampleT]):
         ``routed_experts`` are of all tokens from the prompt's first, [at least P + T - 1, L, K]; those that the prefix
         has stay.
         """
-        if self.prefix_length:
-            token_ids = np.concatenate([self.prefix.token_ids, token_ids])
-            log_probs = np.concatenate([self.prefix.log_probs, log_probs])
-            weight_versions = np.concatenate([self.prefix.weight_versions, weight_versions])
-        earlier = self.prefix.routed_experts
+        prefix = self.prefix
+        versions = [prefix.weight_versions, weight_versions]
         if routed_experts is None:
-            routed_experts = earlier
+            routed_experts = prefix.routed_experts
         else:
-            num_inputs = len(self.request.prompt_token_ids) + token_ids.size - 1
+            num_before = len(self.request.prompt_token_ids) + prefix.token_ids.size
+            num_inputs = num_before + token_ids.size - 1
             routed_experts = routed_experts[:num_inputs].astype(np.int16)
-            if earlier is not None:
-                routed_experts[: len(earlier)] = earlier
+            if prefix.routed_experts is not None:
+                routed_experts[: len(prefix.routed_experts)] = prefix.routed_experts
         completion = Completion(
             request_id=self.request.request_id,
             index=self.index,
             # Copies; a prefix that comes back from storage may have other types.
-            token_ids=token_ids.astype(np.int64),
-            log_probs=log_probs.astype(np.float32),
-            weight_versions=weight_versions.astype(np.int32),
+            token_ids=np.concatenate([prefix.token_ids, token_ids], dtype=np.int64),
+            log_probs=np.concatenate([prefix.log_probs, log_probs], dtype=np.float32),
+            weight_versions=np.concatenate(versions, dtype=np.int32),
             finish_reason=reason,
             routed_experts=routed_experts,
         )

@@ -445,6 +445,18 @@ def check_servers(
             )
 
 
+def eos_token_ids(folder: Path) -> list[int]:
+    """Return the tokens that a model's generation settings declare as ends of a sequence."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    eos: int | list[int] | None = generation.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
 def _read_essentials(config_json: Path) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(config_json.read_text())
     return {name: value for name, value in settings.items() if name not in _NOTES}

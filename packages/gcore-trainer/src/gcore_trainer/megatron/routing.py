@@ -61,13 +61,15 @@ class LayerRouters:
         index = int(layer.layer_number) - 1
         routing_TK = None
         if row.routing is not None:
-            routing_TK = row.routing[:, index]
-            if self._is_sliced:
-                tp_rank = parallel_state.get_tensor_model_parallel_rank()
-                routing_TK = routing_TK.chunk(
-                    parallel_state.get_tensor_model_parallel_world_size()
-                )[tp_rank]
+            routing_TK = self._own_tokens(row.routing)[:, index]
         self._routers[index].imposed = routing_TK
+
+    def _own_tokens(self, routing_TLK: torch.Tensor) -> torch.Tensor:
+        """Return a view of the tokens that this rank's routers get: with sequence parallelism a part of the row's."""
+        if not self._is_sliced:
+            return routing_TLK
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        return routing_TLK.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
 
     def _gather_stages(self, number: int, row: Row) -> torch.Tensor:
         """Gather the choices [T, L, K] of one pass from all stages."""
@@ -80,17 +82,11 @@ class LayerRouters:
             dtype=torch.int64,
             device=row.input_ids.device,
         )
-        local_routing = routing
         if self._is_sliced:
             groups.append(parallel_state.get_tensor_model_parallel_group())
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            local_routing = routing[
-                num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :
-            ]
         for layer, router in self._routers.items():
             assert router.recorded is not None
-            chosen_TK = router.recorded[number]
-            local_routing[: len(chosen_TK), layer] = chosen_TK
+            self._own_tokens(routing)[:, layer] = router.recorded[number]
         group: Any
         for group in groups:
             dist.all_reduce(routing, group=group)

@@ -224,8 +224,7 @@ def record_experts(model: Any, chosen: list[torch.Tensor]) -> None:
             f"return_routed_experts is True; expected False for {model.config.model_type!r}, which has no routers"
         )
 
-    def record(router: Any, inputs: Any, outputs: Sequence[torch.Tensor]) -> None:
-        del router, inputs
+    def record(_router: Any, _inputs: Any, outputs: Sequence[torch.Tensor]) -> None:
         # Logits and weights come along, in an order that differs between models.
         chosen.extend(tensor for tensor in outputs if not tensor.is_floating_point())
 

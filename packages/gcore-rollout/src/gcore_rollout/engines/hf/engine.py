@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_rollout.engines import registry
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import (
     Decode,
@@ -184,7 +185,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
         self._chosen: list[torch.Tensor] = []
         """[T, K] experts that each router chose in the last pass, if they are recorded."""
         self._experts: WeakKeyDictionary[QueuedSample, list[Any]] = WeakKeyDictionary()
-        """[L, K] of each token of running samples."""
+        """[T, L, K] of the tokens of running samples, in parts."""
         self._hub_names: dict[str, str] = {}
         if vision is not None:
             # transformers has names of its own for parameters of these models.
@@ -241,8 +242,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
         """
         model, vision = decoding.load_model(path, dtype=dtype, max_model_len=max_model_len)
         if eos_token_ids is None:
-            eos = model.generation_config.eos_token_id
-            eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
+            eos_token_ids = registry.eos_token_ids(Path(path))
         model = model.to(device)
         make: Any = cls
         if decode_mode not in ("auto", "dynamic") or model.device.type == "cuda":
@@ -445,11 +445,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
             self._rows.rope_offsets[slots] = offsets[slot_prompts]
             inputs = {"inputs_embeds": embeddings}
         logits = self._forward(positions, plan, keep=keep, **inputs)
-        if self._chosen:
-            by_prompt = np.split(self._take_chosen(), ends[:-1])
-            for group, experts_TLK in zip(groups, by_prompt, strict=True):
-                for sample in group:
-                    self._experts[sample] = list(experts_TLK)
+        self._keep_experts(groups, ends)
         return logits[which]
 
     def _logits_after_tokens(self, batch: int) -> torch.Tensor:
@@ -461,16 +457,20 @@ class HFEngine(QueueingEngine[Request, Completion]):
         tokens = self._tensor(rows.last_tokens[:batch])[None]
         rotary_positions = positions + rows.rope_offsets[:batch]
         logits = self._forward(rotary_positions, plan, keep=0, input_ids=tokens)
-        if self._chosen:
-            for sample, experts_LK in zip(rows.samples[:batch], self._take_chosen(), strict=True):
-                self._experts[sample].append(experts_LK)
+        self._keep_experts(zip(rows.samples[:batch]), np.arange(1, batch + 1))
         return logits
 
-    def _take_chosen(self) -> NDArray[np.int64]:
-        """Return the experts [T, L, K] of the last pass."""
+    def _keep_experts(
+        self, groups: Iterable[Sequence[QueuedSample]], ends: NDArray[np.int64]
+    ) -> None:
+        """Keep the experts of the last pass, if they are recorded, by samples; ``ends`` are of each group's tokens."""
+        if not self._chosen:
+            return
         experts_TLK = torch.stack(self._chosen, dim=1).cpu().numpy()
         self._chosen.clear()
-        return experts_TLK
+        for group, experts in zip(groups, np.split(experts_TLK, ends[:-1]), strict=True):
+            for sample in group:
+                self._experts.setdefault(sample, []).append(experts)
 
     def _forward(
         self,
@@ -497,15 +497,11 @@ class HFEngine(QueueingEngine[Request, Completion]):
         rows = self._rows
         batch = len(rows)
         u = uniforms(rows.seeds[:batch], rows.num_sampled[:batch])
-        top_p: NDArray[np.float32] | None = None
-        top_k: NDArray[np.int64] | None = None
+        truncation: dict[str, Any] = {}
         if rows.truncates:
-            top_p = rows.top_p[:batch]
-            top_k = rows.top_k[:batch]
+            truncation = {"top_p": rows.top_p[:batch], "top_k": rows.top_k[:batch]}
         temperatures = rows.temperatures[:batch]
-        tokens_B, log_probs_B = decoding.sample_tokens(
-            logits_BV, temperatures, u, top_p=top_p, top_k=top_k
-        )
+        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, temperatures, u, **truncation)
         ended = self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy())
         return np.flatnonzero(ended)
 
@@ -556,7 +552,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
             rows.log_probs[row, new],
             rows.versions[row, new],
             reason,
-            experts and np.stack(experts),
+            np.concatenate(experts) if experts else None,
         )
 
     @torch.inference_mode()

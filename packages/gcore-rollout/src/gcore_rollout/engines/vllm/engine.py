@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from gcore_rollout.engines import registry
 from gcore_rollout.engines.protocol import Completion, EngineStats, Request
 from gcore_rollout.engines.queueing import (
     Control,
@@ -194,7 +195,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         check_max_num_seqs(max_num_seqs)
         shapes = process.checkpoint_shapes(path)
         if eos_token_ids is None:
-            eos_token_ids = process.eos_token_ids(path)
+            eos_token_ids = registry.eos_token_ids(path)
         vision = process.load_vision(path)
         on_cpu = not torch.cuda.is_available()
         of_device = options.device_options(

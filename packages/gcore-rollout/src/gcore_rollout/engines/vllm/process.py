@@ -23,7 +23,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -369,13 +368,3 @@ def _view_experts(
         if views[key].shape != part.shape:
             return None
     return views
-
-
-def eos_token_ids(folder: Path) -> list[int]:
-    """Return the tokens that the model's generation settings declare as ends of a sequence."""
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
-    eos: int | list[int] | None = generation.eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or [])

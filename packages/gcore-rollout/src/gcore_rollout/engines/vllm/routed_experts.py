@@ -24,10 +24,9 @@ def record_experts(engine: Any, *, on_cpu: bool) -> list[int]:
 
 
 def _list_expert_layers(model: torch.nn.Module) -> list[int]:
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    modules: list[Any] = list(model.modules())
-    return sorted(module.layer_id for module in modules if isinstance(module, MoERunner))
+    return [module.layer_id for module in model.modules() if isinstance(module, MoERunner)]
 
 
 def _connect_runner(worker: Any) -> None:
