@@ -124,9 +124,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._distillation = config.distillation
         self._source_key = config.distillation.read_column
         self._keeps_cache = config.trainer.schedule == "async"
-        self._compares_batches = (
-            config.trainer.schedule == "sync" and config.algorithm.max_rollout_kl > 0
-        )
+        self._probed_schedule = config.trainer.schedule if config.algorithm.max_rollout_kl else None
         self._history = LengthHistory()
         self._running: RunningEpisodes | None = None
         self._probed: list[Group] = []
@@ -175,7 +173,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         groups, unfinished = await generation.run(
             wave.prompts, unfinished=wave.unfinished, take=wave.take
         )
-        if self._compares_batches and not self._probed:
+        if self._probed_schedule == "sync" and not self._probed:
             seed = self._seed(ctx, sum(group.prompt_index for group in groups))
             with ctx.timer.stage("gen"):
                 self._probed = await probe(ctx.roles.policy, groups, self._sampling, seed=seed)
@@ -301,10 +299,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
     ) -> dict[str, float]:
         """Compare engine and trainer on responses generated now, where batches are never by the present weights."""
-        if (
-            self._config.trainer.schedule != "one_step_off"
-            or not self._config.algorithm.max_rollout_kl
-        ):
+        if self._probed_schedule != "one_step_off":
             return {}
         policy = ctx.roles.policy
         probed = await probe(
