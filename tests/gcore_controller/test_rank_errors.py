@@ -4,12 +4,16 @@ import json
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 from torch.distributed import DistBackendError, DistNetworkError
+from torch.distributed.device_mesh import init_device_mesh
 
 from gcore_controller import ClusterError, RankCodeError, RankError, TrainerSpec
 from gcore_controller.trainer_group import join_ranks, rank_failure
@@ -138,3 +142,36 @@ def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) 
     ) as info:
         join_ranks(spec, 0, None, "cpu")
     assert rank_failure(info.value, "training rank 0 failed", ()) is info.value
+
+
+class _Meshed:
+    """A worker with a group of its own."""
+
+    roles = ("actor",)
+
+    def __init__(self, device: str) -> None:
+        self.group: Any = dist.new_group([0])
+        self.mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("dp", "cp"))
+
+    def replica(self, role: str) -> tuple[int, int]:
+        assert role == "actor"
+        return 0, 1
+
+
+def test_a_collective_of_any_group_may_take_as_long_as_a_first_call() -> None:
+    spec = TrainerSpec(
+        make_worker=_Meshed,
+        num_ranks=1,
+        device="cpu",
+        num_threads=torch.get_num_threads(),
+        enter_process=lambda _: None,
+        heartbeat_timeout_s=7.0,
+    )
+    try:
+        worker, _ = join_ranks(spec, 0, dist.HashStore(), "cpu")
+        assert isinstance(worker, _Meshed)
+        for group in (dist.group.WORLD, worker.group, *worker.mesh.get_all_groups()):
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == timedelta(seconds=350)
+    finally:
+        dist.destroy_process_group()

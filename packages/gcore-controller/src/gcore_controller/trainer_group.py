@@ -13,12 +13,13 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
-from gcore_controller.hangs import log_of, record_collectives
+from gcore_controller.hangs import limit_s, log_of, record_collectives
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +270,8 @@ def join_ranks(
 ) -> tuple[TrainerWorker[Any], Joined]:
     """Build the models together with the other ranks, which meet in ``store``, one of torch.distributed's.
 
-    From here on SIGUSR1 writes the stacks of all threads to the standard error.
+    From here on SIGUSR1 writes the stacks of all threads to the standard error. Once the models are built, a collective
+    of any group may take as long as the first call of a stage.
     """
     import torch
     import torch.distributed as dist
@@ -284,6 +286,10 @@ def join_ranks(
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device(device)}
     dist.init_process_group(**options, store=store, rank=rank, world_size=spec.num_ranks)
     worker = spec.make_worker(device)
+    timeout = timedelta(seconds=limit_s("", {}, spec.heartbeat_timeout_s))
+    # A group has torch's default, whatever that of the world is.
+    for group in dist.distributed_c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]  # no public name of either
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # pyright: ignore[reportPrivateUsage]
     replicas = {role: worker.replica(role) for role in worker.roles}
     return worker, (replicas, log_of(os.getpid()))
 
