@@ -31,17 +31,14 @@ from gcore_rollout.engines.queueing import (
     StopStrings,
     TokenLimits,
 )
+from gcore_rollout.engines.registry import eos_token_ids
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.served import (
     RunningSample,
     StreamPiece,
     write_weights,
 )
-from gcore_rollout.engines.vllm.process import (
-    checkpoint_shapes,
-    eos_token_ids,
-    publish_weights,
-)
+from gcore_rollout.engines.vllm.process import checkpoint_shapes, publish_weights
 from gcore_rollout.errors import (
     EngineDiedError,
     EngineModelError,
