@@ -235,7 +235,7 @@ class BaseTrainerConfig(Checked, section="trainer"):
     heartbeat_timeout_s: Annotated[float, above(0, "above 0")] = 120.0
     """Seconds without a sign of life of a training rank's process, or a controller's on Ray, after which it counts as
     lost: it was stopped, or its machine hangs. A call of ranks that are alive may take ten times as long as the longest
-    one so far, and five times this at least."""
+    one so far, and five times this at least. Collectives may take fifty times this (verl's nccl_timeout)."""
 
 
 @dataclass(frozen=True, kw_only=True)
