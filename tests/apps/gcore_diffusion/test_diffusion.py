@@ -113,7 +113,7 @@ def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def reproducible(run: Path) -> list[dict[str, Any]]:
-    clocks = ("timing_s/", "perf/throughput", "ledger/", "placement/")
+    clocks = ("timing_s/", "perf/throughput", "perf/resident_gb/", "ledger/", "placement/")
     return [
         {k: v for k, v in row.items() if not k.startswith(clocks)}
         for row in read_rows(run / "metrics.jsonl")
