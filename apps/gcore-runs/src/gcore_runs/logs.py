@@ -116,25 +116,19 @@ def announce_slow_calls(announce: Callable[[str], None]) -> Generator[None]:
 
     ``announce`` is called in this event loop: a reward that blocks it delays the line until the call returns.
     """
+    loop = asyncio.get_running_loop()
+
+    def pass_on(record: logging.LogRecord) -> bool:
+        # Messages come from any thread.
+        loop.call_soon_threadsafe(announce, record.getMessage())
+        return True
+
     logger = logging.getLogger("gcore_rollout.rewards.slow_calls")
-    handler = _Announcing(asyncio.get_running_loop(), announce)
-    logger.addHandler(handler)
+    logger.addFilter(pass_on)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-
-
-class _Announcing(logging.Handler):
-    """Calls a function with each message, in an event loop; messages come from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, announce: Callable[[str], None]) -> None:
-        super().__init__()
-        self._loop = loop
-        self._announce = announce
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._loop.call_soon_threadsafe(self._announce, record.getMessage())
+        logger.removeFilter(pass_on)
 
 
 class _Prefixed(logging.Formatter):
