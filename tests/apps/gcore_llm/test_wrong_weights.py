@@ -21,7 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from gcore_llm.cli import parse_train
-from gcore_llm.learning.preparation import DISTRIBUTION_KL, K3
+from gcore_llm.learning.comparison import DISTRIBUTION_KL, K3
 from gcore_llm.training import train
 from gcore_rollout import WrongWeightsError
 from gcore_runs.loop.recorder import Display

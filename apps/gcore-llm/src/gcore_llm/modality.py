@@ -23,21 +23,23 @@ from gcore_controller import (
 )
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluation.evaluate import TextEvaluation, evaluate, val_sets
-from gcore_llm.learning.preparation import (
+from gcore_llm.learning.comparison import (
     ScoredResponse,
     choose,
     comparable,
+    mismatch,
+    probe,
+    warning,
+)
+from gcore_llm.learning.preparation import (
     group_costs,
     has_signal,
-    mismatch,
     prepare,
-    probe,
     sample_flops,
     samples_to_show,
     speed,
     split_in_micro_batches,
     unscored_samples,
-    warning,
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.prompts import PromptSets

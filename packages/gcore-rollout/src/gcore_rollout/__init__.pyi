@@ -84,7 +84,7 @@ from .engines.replicas import (
 from .engines.vllm.engine import (
     VLLMEngine as VLLMEngine,
 )
-from .engines.vllm.process import (
+from .engines.vllm.held_weights import (
     TiedHeadWorker as TiedHeadWorker,
 )
 from .episodes import (

@@ -1,12 +1,18 @@
-"""Digests of the weights that a vLLM model computes with, read back from vLLM's own layouts."""
+"""Digests of the weights that a vLLM model computes with, read back from vLLM's own layouts; here and on servers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from gcore_rollout.engines.vllm.process import TIED_HEAD, FusedExperts
+from gcore_rollout.engines.vllm.process import (
+    TIED_HEAD,
+    FusedExperts,
+    forget_expert_kernels,
+    repack_head,
+)
 from gcore_rollout.engines.vllm.ranks import gather_tensor
 from gcore_rollout.weight_sync.digests import HeldTensor, digest_held_tensor
 
@@ -53,6 +59,37 @@ def held_tensors(
             # There is no module or parameter of this name: vLLM has made something else of it.
             continue
     return tensors
+
+
+class TiedHeadWorker:
+    """Methods that ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds to vLLM's workers.
+
+    Example:
+        >>> import shlex
+        >>> command = ["vllm", "serve", "model", "--enable-scale-out"]
+        >>> command += ["--worker-extension-cls", f"gcore_rollout.{TiedHeadWorker.__name__}"]
+        >>> shlex.join(command)
+        'vllm serve model --enable-scale-out --worker-extension-cls gcore_rollout.TiedHeadWorker'
+    """
+
+    model_runner: Any
+
+    def check_worker(self) -> None:
+        """Do nothing: `VLLMServerEngine` calls this by its name to see whether these methods are there."""
+
+    def forget_expert_kernels(self) -> None:
+        """Prepare a mixture for new weights; `VLLMServerEngine` calls this by its name."""
+        forget_expert_kernels(self.model_runner.get_model())
+
+    def repack_tied_head(self) -> None:
+        """Pack the head again after weights were loaded; `VLLMServerEngine` calls this by its name."""
+        repack_head(self.model_runner.get_model())
+
+    def digest_weights(self, **arguments: Any) -> list[dict[str, Any]]:
+        """Return the fields of each `HeldTensor`; `VLLMServerEngine` calls this by its name."""
+        return [
+            asdict(tensor) for tensor in held_tensors(self.model_runner.get_model(), **arguments)
+        ]
 
 
 def _read_experts(model: Any, shape: Sequence[int], matrices: Sequence[str]) -> torch.Tensor:

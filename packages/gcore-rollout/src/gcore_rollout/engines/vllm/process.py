@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,39 +189,6 @@ def repack_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-class TiedHeadWorker:
-    """Methods that ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds to vLLM's workers.
-
-    Example:
-        >>> import shlex
-        >>> command = ["vllm", "serve", "model", "--enable-scale-out"]
-        >>> command += ["--worker-extension-cls", f"gcore_rollout.{TiedHeadWorker.__name__}"]
-        >>> shlex.join(command)
-        'vllm serve model --enable-scale-out --worker-extension-cls gcore_rollout.TiedHeadWorker'
-    """
-
-    model_runner: Any
-
-    def check_worker(self) -> None:
-        """Do nothing: `VLLMServerEngine` calls this by its name to see whether these methods are there."""
-
-    def forget_expert_kernels(self) -> None:
-        """Prepare a mixture for new weights; `VLLMServerEngine` calls this by its name."""
-        forget_expert_kernels(self.model_runner.get_model())
-
-    def repack_tied_head(self) -> None:
-        """Pack the head again after weights were loaded; `VLLMServerEngine` calls this by its name."""
-        repack_head(self.model_runner.get_model())
-
-    def digest_weights(self, **arguments: Any) -> list[dict[str, Any]]:
-        """Return the fields of each `HeldTensor`; `VLLMServerEngine` calls this by its name."""
-        from gcore_rollout.engines.vllm.held_weights import held_tensors
-
-        return [
-            asdict(tensor) for tensor in held_tensors(self.model_runner.get_model(), **arguments)
-        ]
 
 
 def check_speculation(config: Mapping[str, Any]) -> None:
