@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
-from torch.distributed import DistBackendError, DistNetworkError
+from torch.distributed import (
+    DistBackendError,
+    DistNetworkError,
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from gcore_controller import ClusterError, RankCodeError, RankError, TrainerSpec
@@ -159,8 +163,9 @@ class _Meshed:
 
 
 def test_a_collective_of_any_group_may_take_as_long_as_a_first_call() -> None:
+    make_worker: Any = _Meshed
     spec = TrainerSpec(
-        make_worker=_Meshed,
+        make_worker=make_worker,
         num_ranks=1,
         device="cpu",
         num_threads=torch.get_num_threads(),
@@ -168,9 +173,10 @@ def test_a_collective_of_any_group_may_take_as_long_as_a_first_call() -> None:
         heartbeat_timeout_s=7.0,
     )
     try:
-        worker, _ = join_ranks(spec, 0, dist.HashStore(), "cpu")
+        worker, _ = join_ranks(spec, 0, HashStore(), "cpu")
         assert isinstance(worker, _Meshed)
-        for group in (dist.group.WORLD, worker.group, *worker.mesh.get_all_groups()):
+        groups: list[Any] = [dist.group.WORLD, worker.group, *worker.mesh.get_all_groups()]
+        for group in groups:
             backend = group._get_backend(torch.device("cpu"))
             assert backend.options._timeout == timedelta(seconds=350)
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,7 +56,7 @@ Written by `python tests/gcore_trainer/model_table.py`, and compared with the co
 @contextmanager
 def world_of_one() -> Generator[None]:
     """Make this process the only rank of a world."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -275,6 +275,10 @@ def join_ranks(
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import (
+        _set_pg_timeout,  # pyright: ignore[reportPrivateUsage]  # there is no public name
+        _world,  # pyright: ignore[reportPrivateUsage]  # nor of the groups of a process
+    )
 
     torch.set_num_threads(spec.num_threads)
     faulthandler.register(signal.SIGUSR1, file=2, chain=False)
@@ -288,8 +292,8 @@ def join_ranks(
     worker = spec.make_worker(device)
     timeout = timedelta(seconds=limit_s("", {}, spec.heartbeat_timeout_s))
     # A group has torch's default, whatever that of the world is.
-    for group in dist.distributed_c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]  # no public name of either
-        dist.distributed_c10d._set_pg_timeout(timeout, group)  # pyright: ignore[reportPrivateUsage]
+    for group in _world.pg_map:
+        _set_pg_timeout(timeout, group)
     replicas = {role: worker.replica(role) for role in worker.roles}
     return worker, (replicas, log_of(os.getpid()))
 
