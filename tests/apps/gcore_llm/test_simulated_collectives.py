@@ -78,7 +78,7 @@ def predicted(config: SimulateConfig) -> tuple[float, float, float]:
         devices_per_engine=engine.devices_per_replica,
         max_num_seqs=engine.max_num_seqs,
     )
-    step = predict_layout(config.cluster, JOB, layout, engines, takes_turns=False)
+    step = predict_layout(config.cluster, JOB, layout, engines, host_moves=0)
     costs = JobCosts(policy=engine.costs, reward=None, training=TrainingCosts(per_token_s=0.0))
     sampling = predict_step(
         costs,

@@ -138,11 +138,19 @@ class Cluster(CheckedQuantities):
         nodes = range(self.devices_per_node, self.num_devices + 1, self.devices_per_node)
         return [*parts, *nodes][::-1]
 
+    def num_nodes(self, num_devices: int) -> int:
+        """Return the number of nodes that so many neighbouring devices are on."""
+        return -(-num_devices // self.devices_per_node)
+
     def link_bytes_per_s(self, group_size: int) -> float:
         """Return the rate of each device in a group of neighbours: within a node where the group fits into one."""
         if group_size <= self.devices_per_node:
             return self.device.link_bytes_per_s
         return min(self.inter_node_bytes_per_s, self.device.link_bytes_per_s)
+
+
+ADAMW_TRAFFIC_BYTES = 28
+"""AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +202,8 @@ class Efficiency(CheckedQuantities):
     """Overlap of reading or gathering weights with multiplying by them. 1: together they take as long as the longer
     of the two; 0: as long as both, as on a CPU, whose cores do both."""
     host_update_s: Amount = 1.5e-9
-    """Seconds of AdamW's update of a parameter on the host's processors: 28 bytes of traffic, at the about 20 GB/s that
-    each of eight devices has of a host's memory. An assumption, not a measurement."""
+    """Seconds of AdamW's update of a parameter on the host's processors: `ADAMW_TRAFFIC_BYTES`, at the about 20 GB/s
+    that each of eight devices has of a host's memory. An assumption, not a measurement."""
     micro_batch_s: Amount = 0.02
     """Seconds that a micro-batch takes in addition to its arithmetic."""
     swap_s: Amount = 1.0
@@ -208,6 +216,56 @@ class Efficiency(CheckedQuantities):
     def together_s(self, one_s: Floats, other_s: Floats) -> Floats:
         """Return the seconds of two kinds of work with their overlap."""
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
+
+    def weight_sync_seconds(
+        self,
+        cluster: Cluster,
+        size_bytes: float,
+        *,
+        num_ranks: int,
+        engine_devices: int,
+        devices_per_engine: int,
+        colocated: bool,
+    ) -> float:
+        """Return the seconds in which new weights get from training ranks to engines by way of the hosts' memory.
+
+        For m = `size_bytes`, R ranks, and engines of t devices, the bytes of each step are
+
+            all-gather among the ranks               m (R - 1) / R   at `link_bytes_per_s` or `inter_node_bytes_per_s`
+            device to host, of a rank's tensors      m / R           at `host_bytes_per_s`
+            host to host, into the shared store      m / R           at half of the rate of the host's memory
+            node to node                             see below       at `inter_node_bytes_per_s`
+            host to host, to the t ranks; 0 if t = 1 m / t           at half of the rate of the host's memory
+            host to device                           m / t           at `host_bytes_per_s`
+
+        and the steps follow each other. The store of a node sends and receives through one of the node's adapters. If
+        ranks and engines share N nodes, each node receives m (N - 1) / N. If ranks are on N nodes and engines on K
+        others, a node receives m or sends m K / N, whichever is more; nothing if all are on one node.
+
+        Rates are in bytes per second, one way: of the data sheets (`DEVICES`) and the cluster, times `links` or `host`;
+        of the host's memory, the share of a device that `host_update_s` assumes, half because a copy reads and writes.
+
+        Args:
+            size_bytes: of the whole model, in the data type of the engines.
+            engine_devices: devices of all engines.
+            colocated: ranks and engines share devices; False: each have devices of their own.
+        """
+        gather_s = gather_seconds(cluster, self, size_bytes, num_ranks)
+        host_s = 1 / (cluster.device.host_bytes_per_s * self.host)
+        copy_s = 2 * self.host_update_s / ADAMW_TRAFFIC_BYTES
+        rank_nodes = cluster.num_nodes(num_ranks)
+        engine_nodes = cluster.num_nodes(engine_devices)
+        node_bytes = size_bytes * max(1.0, engine_nodes / rank_nodes)
+        if colocated:
+            node_bytes = size_bytes * (1 - 1 / max(rank_nodes, engine_nodes))
+        elif cluster.num_nodes(num_ranks + engine_devices) == 1:
+            node_bytes = 0.0
+        network_s = node_bytes / (cluster.inter_node_bytes_per_s * self.links)
+        send_s = (host_s + copy_s) * size_bytes / num_ranks
+        receive_s = host_s * size_bytes / devices_per_engine
+        if devices_per_engine > 1:
+            receive_s += copy_s * size_bytes / devices_per_engine
+        return gather_s + send_s + network_s + receive_s
 
     def __post_init__(self) -> None:
         super().__post_init__()

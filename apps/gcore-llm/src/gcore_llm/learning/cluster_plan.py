@@ -279,7 +279,7 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
         role for role, processes in device_map.slots_by_role().items() if processes
     ]
     sections: list[list[list[str]]] = []
-    for node in range(math.ceil(cluster.num_devices / cluster.devices_per_node)):
+    for node in range(cluster.num_nodes(cluster.num_devices)):
         rows: list[list[str]] = []
         for gpu in range(cluster.devices_per_node):
             on = device_map.on(Slot(node, gpu))

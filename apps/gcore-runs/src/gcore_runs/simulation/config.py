@@ -141,7 +141,7 @@ class LearnerModel:
     forward_share: Positive = 1 / 3
     """Seconds of a pass that only scores, as a share of those of a training pass."""
     sync_gb_per_s: Amount = 0.0
-    """Rate at which new weights, in bfloat16, reach the engines; 0: each device gets its part by the links."""
+    """Rate at which new weights, in bfloat16, reach the engines; 0: through the hosts' memory, as dry runs predict."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -247,8 +247,14 @@ class BaseSimConfig:
         """Return the seconds in which new weights reach all engines."""
         if self.learner.sync_gb_per_s:
             return weights_bytes / (self.learner.sync_gb_per_s * 1e9)
-        bytes_per_s = self.cluster.link_bytes_per_s(self.devices) * Efficiency().links
-        return weights_bytes / self.engine.devices_per_replica / bytes_per_s
+        return Efficiency().weight_sync_seconds(
+            self.cluster,
+            weights_bytes,
+            num_ranks=self.devices,
+            engine_devices=self.devices,
+            devices_per_engine=self.engine.devices_per_replica,
+            colocated=True,
+        )
 
     @property
     def num_engine_replicas(self) -> int:

@@ -1,7 +1,6 @@
 """The settings of `gcore-llm train` for a plan, in TOML."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def run_settings(plan: Plan, job: Job, *, model: str, judge: str) -> str:
 def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
     policy = plan.policy
     training = plan.training
-    nodes = math.ceil(plan.num_devices / plan.cluster.devices_per_node)
+    nodes = plan.cluster.num_nodes(plan.num_devices)
     actor: dict[str, str | int | float | bool | Settings] = {
         "ppo_max_token_len": training.ppo_max_token_len
     }

@@ -137,9 +137,14 @@ class Candidates:
         return times(costs, self.setting.correction.factor("swap"))
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
-        """Return the seconds of sending each device of the policy's engines its part of the new weights."""
-        seconds = sync_seconds(
-            self.setting.cluster, self.setting.efficiency, policy.weights_bytes, num_devices
+        """Return the seconds of `Efficiency.weight_sync_seconds`, with ranks and engines on all devices."""
+        seconds = self.setting.efficiency.weight_sync_seconds(
+            self.setting.cluster,
+            policy.weights_bytes * policy.tp,
+            num_ranks=num_devices,
+            engine_devices=num_devices,
+            devices_per_engine=policy.tp,
+            colocated=True,
         )
         return self.setting.correction.factor("weight_sync") * seconds
 
@@ -150,10 +155,3 @@ def swap_costs(cluster: Cluster, efficiency: Efficiency, size_bytes: float) -> S
     device_s = size_bytes / (cluster.inter_node_bytes_per_s * efficiency.links)
     fixed_s = efficiency.swap_s
     return SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
-
-
-def sync_seconds(
-    cluster: Cluster, efficiency: Efficiency, size_bytes: float, num_devices: int
-) -> float:
-    """Return the seconds of sending `size_bytes` of new weights to each of `num_devices`."""
-    return size_bytes / (cluster.link_bytes_per_s(num_devices) * efficiency.links)

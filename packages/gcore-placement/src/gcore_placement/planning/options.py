@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from gcore_placement.cluster import Cluster, Efficiency
+from gcore_placement.cluster import ADAMW_TRAFFIC_BYTES, Cluster, Efficiency
 from gcore_placement.costs import EngineLaws, TrainingLaws, times
 from gcore_placement.forecast import (
     Correction,
@@ -264,8 +264,6 @@ _FORWARD = 1 / 3
 """Share of the forward pass in the FLOPs of a forward and a backward pass."""
 _LOGIT_PASSES = 26
 """Reads and writes of a token's logits in float32, half of them in the backward pass."""
-_STATE_TRAFFIC_BYTES = 28
-"""AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
 
 def training_laws(
@@ -356,7 +354,7 @@ def training_laws(
 
         num_trained = state.adapter_parameters if is_frozen else model.num_parameters
         parameters = num_trained / (tp * pp)
-        adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / memory_rate
+        adam_s = ADAMW_TRAFFIC_BYTES * parameters / ranks / memory_rate
         if state.offload != "none":
             moved_s = (MASTER_BYTES + job.compute_bytes) / (
                 cluster.device.host_bytes_per_s * efficiency.host

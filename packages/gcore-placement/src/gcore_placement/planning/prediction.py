@@ -8,7 +8,7 @@ from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
 from gcore_placement.errors import refusal
 from gcore_placement.forecast import Job, StepTime, predict_step
-from gcore_placement.planning.candidates import swap_costs, sync_seconds
+from gcore_placement.planning.candidates import swap_costs
 from gcore_placement.planning.layouts import EngineLayout, TrainingLayout, TrainingLayouts
 from gcore_placement.planning.memory import resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
@@ -58,7 +58,14 @@ def predict_layout(
         largest_bytes = max(largest_bytes, judge_roofline.weights_bytes)
     num_devices = max(layout.num_ranks, policy.num_devices + judge_devices)
     training = _training_costs(cluster, job, layout, num_devices, efficiency, host_moves=host_moves)
-    sync_s = sync_seconds(cluster, efficiency, roofline.weights_bytes, num_devices)
+    sync_s = efficiency.weight_sync_seconds(
+        cluster,
+        roofline.weights_bytes * policy.devices_per_engine,
+        num_ranks=layout.num_ranks,
+        engine_devices=policy.num_devices + judge_devices,
+        devices_per_engine=policy.devices_per_engine,
+        colocated=takes_turns,
+    )
     swap = SwapCosts()
     if takes_turns or strategy == "colocated":
         swap = swap_costs(cluster, efficiency, largest_bytes)
