@@ -178,6 +178,18 @@ async def test_sleep_forgets_what_was_cached(kind: str, moe: TinyModel) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(*(m.args[0] for m in VLLM_IMPORT_WARNINGS))
+async def test_ranks_of_vllm_return_them(moe: TinyModel) -> None:
+    engine = make_engine("vllm", moe, tensor_parallel_size=2, return_routed_experts=True)
+    request = make_request("long", 70, n=3, max_tokens=24, seed=1)
+    for completion in (await collect(engine, request)).values():
+        assert np.array_equal(
+            returned_experts(completion), chosen_experts(moe.old, request, completion)
+        )
+    await engine.close()
+
+
+@pytest.mark.slow
 async def test_a_process_sends_them_along(moe: TinyModel) -> None:
     make = partial(HFEngine.from_pretrained, moe.path, return_routed_experts=True)
     engine = await EngineProcess.start(make, num_threads=1)
