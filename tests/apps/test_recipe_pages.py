@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import pytest
-import rank_views
 
 from gcore_diffusion.cli import main as diffusion_main
 from gcore_diffusion.recipes.published import PUBLISHED
@@ -50,9 +49,12 @@ def test_the_page_shows_what_a_dry_run_prints(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
+# Of Megatron-Core, which is imported here, and of FSDP2.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", APPS)
 def test_the_page_shows_what_a_rank_does(name: str) -> None:
+    import rank_views
+
     seen = rank_views.view(name)
     assert "".join(rank_views.rows(name, seen)) in PAGE.read_text(), "scripts/docs/rank_views.py"
     assert seen.loaded_bytes == pytest.approx(seen.planned_bytes, rel=0.01)
