@@ -67,8 +67,11 @@ def choose_trained(session: Session) -> set[MessageNode]:
         if not node.is_delivered:
             continue
         assert node.parent is not None
-        siblings = [turn for turn in node.parent.children if turn.is_delivered]
-        is_last = all(t.number <= node.number for t in siblings if t.agent == node.agent)
+        is_last = all(
+            turn.number <= node.number
+            for turn in node.parent.children
+            if turn.is_delivered and turn.agent == node.agent
+        )
         is_named = node.response_id in session.kept_responses or node.response_id in rewarded
         if node.children or is_last or is_named:
             trained.add(node)

@@ -146,12 +146,10 @@ class QueuedSample(Generic[RequestT, SampleT]):
         has stay.
         """
         prefix = self.prefix
-        versions = [prefix.weight_versions, weight_versions]
         if routed_experts is None:
             routed_experts = prefix.routed_experts
         else:
-            num_before = len(self.request.prompt_token_ids) + prefix.token_ids.size
-            num_inputs = num_before + token_ids.size - 1
+            num_inputs = len(self.start_token_ids) + token_ids.size - 1
             routed_experts = routed_experts[:num_inputs].astype(np.int16)
             if prefix.routed_experts is not None:
                 routed_experts[: len(prefix.routed_experts)] = prefix.routed_experts
@@ -161,7 +159,9 @@ class QueuedSample(Generic[RequestT, SampleT]):
             # Copies; a prefix that comes back from storage may have other types.
             token_ids=np.concatenate([prefix.token_ids, token_ids], dtype=np.int64),
             log_probs=np.concatenate([prefix.log_probs, log_probs], dtype=np.float32),
-            weight_versions=np.concatenate(versions, dtype=np.int32),
+            weight_versions=np.concatenate(
+                [prefix.weight_versions, weight_versions], dtype=np.int32
+            ),
             finish_reason=reason,
             routed_experts=routed_experts,
         )

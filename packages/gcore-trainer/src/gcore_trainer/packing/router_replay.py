@@ -89,7 +89,7 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
     shapes: set[tuple[int, ...] | None] = {experts.shape[1:] for experts in recorded}
     if len(recorded) < len(samples):
         shapes.add(None)
-    if len(shapes) > 1 or not recorded:
+    if len(shapes) > 1:
         raise BatchError(
             f"routed_experts of a micro-batch have layers and experts {sorted(shapes, key=str)}; expected the same"
         )

@@ -248,8 +248,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
         if decode_mode not in ("auto", "dynamic") or model.device.type == "cuda":
             # By name, because that module has subclasses of this one.
             make = resolve_name("gcore_rollout.engines.hf.static_engine:engine_of_mode")
-            is_dynamic = return_routed_experts or vision is not None
-            make = make(decode_mode, model, is_dynamic=is_dynamic)
+            make = make(decode_mode, model, is_dynamic=return_routed_experts or vision is not None)
         engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
         decoding.check_logits(
             model,
@@ -455,8 +454,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
         length = int(positions.max()) + 1
         plan = Decode.at(self._tensor(positions), self._cache, length, dtype=self._model.dtype)
         tokens = self._tensor(rows.last_tokens[:batch])[None]
-        rotary_positions = positions + rows.rope_offsets[:batch]
-        logits = self._forward(rotary_positions, plan, keep=0, input_ids=tokens)
+        logits = self._forward(
+            positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens
+        )
         self._keep_experts(zip(rows.samples[:batch]), np.arange(1, batch + 1))
         return logits
 

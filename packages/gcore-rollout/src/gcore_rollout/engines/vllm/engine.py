@@ -231,9 +231,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 "dtype": dtype,
                 "max_model_len": max_model_len,
                 "max_num_seqs": max_num_seqs,
-                "speculative_config": None
-                if speculative_config is None
-                else dict(speculative_config),
+                "speculative_config": speculative_config and dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 "skip_tokenizer_init": vision is None,
                 # The model's own generation config may hold top-k, top-p or penalties.
@@ -254,8 +252,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                     raise
                 raise EngineModelError(f"vLLM cannot run {path}: {error}") from error
             process.check_head_size(config)
-            can_return = config.model_config.is_moe and not (on_cpu and speculative_config)
-            if return_routed_experts and not can_return:
+            if return_routed_experts and (
+                not config.model_config.is_moe or (on_cpu and speculative_config)
+            ):
                 raise EngineModelError(
                     f"return_routed_experts is True; expected False for {path}: it takes a mixture of experts and, on "
                     "CPU, no speculative_config"

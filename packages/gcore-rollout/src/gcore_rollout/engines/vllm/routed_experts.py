@@ -48,10 +48,9 @@ def _connect_runner(worker: Any) -> None:
 
     def sample_and_collect(grammar_output: Any) -> Any:
         batch = runner.input_batch
-        count = len(batch.req_ids)
         rows: Any = SimpleNamespace(
             req_ids=batch.req_ids,
-            num_computed_tokens_np=batch.num_computed_tokens_cpu[:count].copy(),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(batch.req_ids)].copy(),
             query_start_loc_np=runner.query_start_loc.np,
         )
         pending = connector.prepare_output(rows)
@@ -59,7 +58,8 @@ def _connect_runner(worker: Any) -> None:
         # None on ranks other than the first.
         if pending is not None:
             num_sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
-            pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+            # No draft is rejected, because there are none.
+            pending.enqueue_cpu_copy(num_sampled, 0 * num_sampled)
             output.aux_output_connector_output = pending.process_output()
         return output
 
