@@ -18,7 +18,7 @@ from gcore_bench.harness.report import (
 from gcore_runs import Count
 
 VLLM = "vllm serve"
-_CONTENDERS = (VLLM, "Session.respond", "endpoint")
+_CONTENDERS = (VLLM, "endpoint")
 _COLUMNS = {
     "CPU ms a call": "total_ms .3f",
     "of vLLM's": "total_ms_ratio x",
@@ -26,9 +26,8 @@ _COLUMNS = {
     "calls": "calls ,.0f",
 }
 _NOTE = (
-    "CPU ms: of the server's process, clients being another one. The endpoint and Session.respond, the same calls "
-    "without HTTP and JSON, have a sampler that answers at once; vllm serve is a plain one on this CPU, whose "
-    "engine is another process and samples one token a call."
+    "CPU ms: of the server's process, clients being another one. The endpoint has a sampler that answers at once; "
+    "vllm serve is a plain one on this CPU, whose engine is another process and samples one token a call."
 )
 
 

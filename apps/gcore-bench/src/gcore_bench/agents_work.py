@@ -7,29 +7,25 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import aiohttp
 import psutil
 
-from gcore_agents import AgentServer, ChatCall, ChatEncoder, SampledTokens, Session, SessionBudget
+from gcore_agents import AgentServer, ChatEncoder, SampledTokens, Session, SessionBudget
 from gcore_bench.agents import VLLM, AgentsOptions
 from gcore_bench.harness.processes import Spec
 from gcore_bench.harness.report import Figures
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 
-_Sessions: TypeAlias = dict[str, Session]
-"""By their keys."""
-_Ask: TypeAlias = Callable[[str, dict[str, Any]], Awaitable[Any]]
-"""Sends the body of a call with a key, and returns the policy's message."""
 _PATH = "/v1/chat/completions"
 _SERVER = (
     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
     *("--hf-overrides", '{"max_position_embeddings": 16384}', "--disable-uvicorn-access-log"),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enforce-eager"),
 )
 _TOOL = {
     "type": "function",
@@ -42,7 +38,7 @@ def run(spec: Spec) -> Figures:
     options = AgentsOptions(**spec.options)
     if spec.contender == VLLM:
         return asyncio.run(_measure_vllm(Path(spec.folder) / "model", options))
-    return asyncio.run(_measure(spec.contender, options))
+    return asyncio.run(_measure_endpoint(options))
 
 
 async def _measure_vllm(folder: Path, options: AgentsOptions) -> Figures:
@@ -59,7 +55,7 @@ async def _measure_vllm(folder: Path, options: AgentsOptions) -> Figures:
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
         start = process.cpu_times()
-        await _run_clients(url, map(str, range(options.sessions)), options)
+        await _run_clients(url, [str(number) for number in range(options.sessions)], options)
         end = process.cpu_times()
     finally:
         process.terminate()
@@ -77,16 +73,18 @@ async def _is_well(url: str) -> bool:
     return False
 
 
-async def _measure(contender: str, options: AgentsOptions) -> Figures:
+async def _measure_endpoint(options: AgentsOptions) -> Figures:
     engine = _Engine("word " * options.message_words)
-    sessions: _Sessions = {}
-    for number in range(options.sessions):
-        sessions[str(number)] = engine.make_session(str(number))
+    server = AgentServer()
+    await server.start()
+    keys = [str(number) for number in range(options.sessions)]
+    for key in ("first", *keys):
+        server.open(engine.make_session(key))
     # Imports and the first use of the template are no part of a call.
-    await _play_here({"first": engine.make_session("first")}, options)
+    await _run_clients(server.url, ["first"], options)
     engine.tokenization_s = 0.0
     start_s = time.process_time()
-    await _SERVE[contender](sessions, options)
+    await _run_clients(server.url, keys, options)
     cpu_s = time.process_time() - start_s
     num_calls = options.sessions * options.calls
     return {
@@ -96,18 +94,10 @@ async def _measure(contender: str, options: AgentsOptions) -> Figures:
     }
 
 
-async def _serve_endpoint(sessions: _Sessions, options: AgentsOptions) -> None:
-    server = AgentServer()
-    await server.start()
-    for session in sessions.values():
-        server.open(session)
-    await _run_clients(server.url, sessions, options)
-
-
-async def _run_clients(url: str, sessions: Iterable[str], options: AgentsOptions) -> None:
+async def _run_clients(url: str, keys: list[str], options: AgentsOptions) -> None:
     """Make the calls in another process, whose time does not count."""
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_run_client_process, args=(url, [*sessions], options))
+    process = context.Process(target=_run_client_process, args=(url, keys, options))
     process.start()
     await asyncio.to_thread(process.join)
     if process.exitcode:
@@ -115,47 +105,29 @@ async def _run_clients(url: str, sessions: Iterable[str], options: AgentsOptions
 
 
 def _run_client_process(url: str, keys: list[str], options: AgentsOptions) -> None:
-    asyncio.run(_call_server(url, keys, options))
+    asyncio.run(_play_sessions(url, keys, options))
 
 
-async def _call_server(url: str, keys: list[str], options: AgentsOptions) -> None:
-    connector = aiohttp.TCPConnector(limit=options.at_once)
-    async with aiohttp.ClientSession(url, connector=connector, raise_for_status=True) as http:
-
-        async def ask(key: str, body: dict[str, Any]) -> Any:
-            async with http.post(_PATH, json=body, headers={"x-api-key": key}) as response:
-                reply = json.loads(await response.read())
-            return reply["choices"][0]["message"]
-
-        await _play(keys, options, ask)
-
-
-async def _play_here(sessions: _Sessions, options: AgentsOptions) -> None:
-    """Make the calls in this process."""
-
-    async def ask(key: str, body: dict[str, Any]) -> Any:
-        replies = await sessions[key].respond(ChatCall(**body))
-        sessions[key].mark_delivered(replies)
-        return replies[0].message
-
-    await _play([*sessions], options, ask)
-
-
-async def _play(keys: Sequence[str], options: AgentsOptions, ask: _Ask) -> None:
+async def _play_sessions(url: str, keys: list[str], options: AgentsOptions) -> None:
     """Play all sessions, so many at once: a system message and a question, turns and the results of their calls."""
-    at_once = asyncio.Semaphore(options.at_once)
     text = "word " * options.message_words
     tools = [_TOOL] * options.tools
+    connector = aiohttp.TCPConnector(limit=options.at_once)
+    at_once = asyncio.Semaphore(options.at_once)
+    async with aiohttp.ClientSession(url, connector=connector, raise_for_status=True) as http:
 
-    async def play(key: str) -> None:
-        messages: list[Any] = [{"role": "system", "content": text * 5}]
-        messages.append({"role": "user", "content": text})
-        async with at_once:
-            for _ in range(options.calls):
-                turn = await ask(key, {"messages": list(messages), "tools": tools, "max_tokens": 1})
-                messages += [turn, {"role": "tool", "content": text, "tool_call_id": "call"}]
+        async def play(key: str) -> None:
+            messages: list[Any] = [{"role": "system", "content": text * 5}]
+            messages.append({"role": "user", "content": text})
+            async with at_once:
+                for _ in range(options.calls):
+                    body = {"messages": messages, "tools": tools, "max_tokens": 1}
+                    async with http.post(_PATH, json=body, headers={"x-api-key": key}) as response:
+                        reply = json.loads(await response.read())
+                    turn = reply["choices"][0]["message"]
+                    messages += [turn, {"role": "tool", "content": text, "tool_call_id": "call"}]
 
-    await asyncio.gather(*map(play, keys))
+        await asyncio.gather(*map(play, keys))
 
 
 class _Engine:
@@ -192,9 +164,3 @@ class _Engine:
             weight_versions=[0] * size,
             finish_reason="stop",
         )
-
-
-_SERVE = {
-    "Session.respond": _play_here,
-    "endpoint": _serve_endpoint,
-}
