@@ -74,7 +74,9 @@ def train_both_ways(
     ]
 
 
-def peak_bytes(rank: Rank, path: str, sharded: bool, options: dict[str, Any]) -> tuple[int, int]:
+def peak_bytes_of_images(
+    rank: Rank, path: str, sharded: bool, options: dict[str, Any]
+) -> tuple[int, int]:
     """The most memory that a rank has until a policy and its reference are sharded, and their shards' bytes."""
     del rank
     parallel = TorchParallel.join(ParallelConfig())

@@ -196,8 +196,8 @@ def test_a_rank_needs_its_shards_and_little_more(
     index = {"transformer": ["diffusers", "SD3Transformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with rank_server.pool(2) as ranks:
-        sliced = ranks.run("peak_bytes", str(tmp_path), True, options, size=2)
-        whole = ranks.run("peak_bytes", str(tmp_path), False, options, size=2)
+        sliced = ranks.run("peak_bytes_of_images", str(tmp_path), True, options, size=2)
+        whole = ranks.run("peak_bytes_of_images", str(tmp_path), False, options, size=2)
     print(f"{num_parameters / 1e6:.1f} million parameters: {sliced} of which shards, {whole}")
     for (peak, shards), (whole_peak, whole_shards) in zip(sliced, whole, strict=True):
         assert shards == whole_shards == pytest.approx(num_bytes / 2 * num_parameters, rel=0.03)
