@@ -49,7 +49,16 @@ def over_messages(
         return runner.run(run_over_messages(program, world_size))
 
 
-async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
+def ignore_message(message: Message) -> None:
+    """Do nothing."""
+
+
+async def run_over_messages(
+    program: AnyProgram,
+    world_size: int,
+    *,
+    on_message: Callable[[Message], None] = ignore_message,
+) -> list[Any]:
     """Pickled messages that take their time, and may overtake each other."""
     rng = random.Random(0)
     counters = [Counter[str]() for _ in range(world_size)]
@@ -60,6 +69,7 @@ async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
             packed = pickle.dumps(message)
         except Exception as error:
             raise UnpicklableValueError(f"{type(error).__name__}: {error}") from error
+        on_message(message)
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
         try:

@@ -53,6 +53,14 @@ async def every_collective(ctx: Ctx) -> None:
         assert said == f"from {src}"
     sent = [(ctx.rank, to) for to in everyone]
     assert await ctx.group.all_to_all(sent) == [(source, ctx.rank) for source in everyone]
+    for dst in everyone:
+        gathered = await ctx.group.gather(f"from {ctx.rank}", dst=dst)
+        expected = [f"from {source}" for source in everyone]
+        assert gathered == (expected if ctx.rank == dst else [])
+    # Every other rank sends, and to some.
+    parts = [[ctx.rank] * (ctx.rank % 2 * to) for to in everyone]
+    expected_parts = [[source] * (source % 2 * ctx.rank) for source in everyone]
+    assert await ctx.group.all_to_all(parts) == expected_parts
     await ctx.group.barrier()
 
 
@@ -594,7 +602,7 @@ def test_sums_of_numpy_scalars_are_python_floats(run: Run) -> None:
 @pytest.mark.parametrize(
     "run", ["messages", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
 )
-@pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "broadcast"])
+@pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "broadcast", "gather"])
 def test_a_value_that_cannot_be_pickled(run: Run, operation: str) -> None:
     async def program(ctx: Ctx) -> tuple[type[Exception], str]:
         value = threading.Lock() if ctx.rank == 1 else None
@@ -602,6 +610,7 @@ def test_a_value_that_cannot_be_pickled(run: Run, operation: str) -> None:
             "all_gather": lambda group: group.all_gather(value),
             "all_to_all": lambda group: group.all_to_all([value] * SIZE),
             "broadcast": lambda group: group.broadcast(value, src=1),
+            "gather": lambda group: group.gather(value),
         }
         return await texts_of_failures(ctx, calls[operation])
 
@@ -679,6 +688,7 @@ OPERATIONS: tuple[str, ...] = (
     "broadcast 0",
     "broadcast last",
     "all_to_all",
+    "gather",
     "barrier",
 )
 
@@ -697,6 +707,8 @@ async def do(ctx: Ctx, step: Step, number: int) -> Any:
             return await group.broadcast(own)
         case "broadcast last":
             return await group.broadcast(own, src=ctx.world_size - 1)
+        case "gather":
+            return await group.gather(own)
         case "all_to_all":
             return await group.all_to_all([(own, to) for to in range(ctx.world_size)])
         case _:
@@ -711,6 +723,7 @@ def expected_of(step: Step, number: int, rank: int, size: int) -> Any:
         "broadcast 0": own[0],
         "broadcast last": own[-1],
         "all_to_all": [(value, rank) for value in own],
+        "gather": own if rank == 0 else [],
         "barrier": None,
     }
     return outcomes[step[1]]

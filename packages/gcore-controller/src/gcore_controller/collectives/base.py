@@ -264,6 +264,17 @@ class Collectives(ABC):
         with self._call("all_gather") as call:
             return list(await self._gather(call, value, list))
 
+    async def gather(self, value: T, *, dst: int = 0) -> list[T]:
+        """Return every controller's value, by rank, on rank ``dst``, and an empty list on the others.
+
+        Raises:
+            ValueError: ``dst`` is not a rank.
+        """
+        dst = self._checked_rank("dst", dst)
+        with self._call(f"gather(dst={dst})") as call:
+            values = await self._gather(call, value, list, dst=dst)
+        return values if self.rank == dst else []
+
     async def all_reduce(self, value: float) -> float:
         """Return the sum over all controllers as a float, added in rank order.
 
@@ -286,7 +297,10 @@ class Collectives(ABC):
             return await self._gather(call, value if self.rank == src else None, itemgetter(src))
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
-        """Send ``parts[r]`` to rank r, and return what every rank has sent to this one, by rank."""
+        """Send ``parts[r]`` to rank r, and return what every rank has sent to this one, by rank.
+
+        Empty lists take no message of their own.
+        """
         if len(parts) != self.world_size:
             raise ValueError(
                 f"parts has {len(parts)} entries; expected {self.world_size}, one for each rank"
@@ -351,9 +365,17 @@ class Collectives(ABC):
 
     @abstractmethod
     async def _gather(
-        self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+        self,
+        call: CollectiveCall,
+        value: Any,
+        combine: Callable[[list[Any]], T],
+        *,
+        dst: int | None = None,
     ) -> T:
-        """Return what ``combine`` makes of the values of all ranks, which it must not modify."""
+        """Return what ``combine`` makes of the values of all ranks, which it must not modify.
+
+        With ``dst``, other ranks than that one may lack values: they have None there.
+        """
 
     @abstractmethod
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:

@@ -80,8 +80,9 @@ class PeerCollectives(Collectives):
     """One controller's end of `Collectives` over messages.
 
     Values travel by dissemination (Bruck et al., IEEE TPDS 8(11), 1997) in ceil(log2(N)) hops, those of a broadcast
-    included; the parts of an all-to-all are sent directly. Every collective completes on a rank only after all ranks
-    have called it, so a completed one has been called alike everywhere.
+    included, and those of a gather along a binomial tree of the same messages. The parts of an all-to-all are sent
+    directly, once it is disseminated who receives any. Every collective completes on a rank only after all ranks have
+    called it, so a completed one has been called alike everywhere.
 
     Args:
         send: gives a message to the controller of a rank, where the runtime calls `deliver`. It raises
@@ -153,9 +154,14 @@ class PeerCollectives(Collectives):
         box.part_of(part.src, part.hop).set_result(part)
 
     async def _gather(
-        self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+        self,
+        call: CollectiveCall,
+        value: Any,
+        combine: Callable[[list[Any]], T],
+        *,
+        dst: int | None = None,
     ) -> T:
-        return combine(await self._to_the_end(call, partial(self._disseminate, call, value)))
+        return combine(await self._to_the_end(call, partial(self._disseminate, call, value, dst)))
 
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
         return await self._to_the_end(call, partial(self._send_parts, call, parts))
@@ -184,26 +190,44 @@ class PeerCollectives(Collectives):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _disseminate(self, call: CollectiveCall, value: Any) -> list[Any]:
+    async def _disseminate(
+        self, call: CollectiveCall, value: Any, dst: int | None = None
+    ) -> list[Any]:
+        """Return the values of all ranks; with ``dst``, ranks other than that one have None in place of some."""
         size = self.world_size
         # Of this rank and those after it: twice as many with each hop.
         values = [value]
         while len(values) < size:
             distance = len(values)
             count = min(distance, size - distance)
+            sent = values[:count]
+            # In the binomial tree of dst, a rank at an odd multiple of the distance hands its values on.
+            if dst is not None and (self.rank - dst) % size % (2 * distance) != distance:
+                sent = [None] * count
             _, further = await asyncio.gather(
-                self._send(call, (self.rank - distance) % size, values[:count], hop=distance),
+                self._send(call, (self.rank - distance) % size, sent, hop=distance),
                 self._receive(call, (self.rank + distance) % size, hop=distance),
             )
             values += further
         return [values[(rank - self.rank) % size] for rank in range(size)]
 
     async def _send_parts(self, call: CollectiveCall, parts: Sequence[Any]) -> list[Any]:
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        sends = [self._send(call, rank, parts[rank]) for rank in peers]
-        receives = [self._receive(call, rank) for rank in peers]
-        received: list[Any] = (await asyncio.gather(*sends, *receives))[len(peers) :]
-        return [*received[: self.rank], parts[self.rank], *received[self.rank :]]
+        targets: list[int] = []
+        for rank, part in enumerate(parts):
+            is_empty = isinstance(part, list) and not part
+            if rank != self.rank and not is_empty:
+                targets.append(rank)
+        sends = [self._send(call, rank, parts[rank]) for rank in targets]
+        all_targets, _ = await asyncio.gather(
+            self._disseminate(call, targets), asyncio.gather(*sends)
+        )
+        sources = [rank for rank, ranks in enumerate(all_targets) if self.rank in ranks]
+        received = await asyncio.gather(*[self._receive(call, rank) for rank in sources])
+        result: list[Any] = [[] for _ in range(self.world_size)]
+        result[self.rank] = parts[self.rank]
+        for rank, part in zip(sources, received, strict=True):
+            result[rank] = part
+        return result
 
     async def _send(self, call: CollectiveCall, rank: int, payload: Any, *, hop: int = 0) -> None:
         try:

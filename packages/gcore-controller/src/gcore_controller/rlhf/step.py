@@ -151,15 +151,18 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
-        failures, _ = self._failures.merge(
-            await self.ctx.group.all_gather(self.modality.drain_failures(self.ctx))
-        )
+        failures, _ = await self._merge_failures()
         if self.modality.saves_evaluated:
             await self.ctx.roles.learner.onload_weights(self.ctx.timer)
         if self.ctx.rank == 0:
             await self.recorder(Evaluated(step=step, evaluation=evaluation, failures=failures))
         self._failures.check()
         self._forget_times()
+
+    async def _merge_failures(self) -> tuple[list[Any], dict[str, float]]:
+        """Return the failures of rewards on all controllers, each of which checks them; see `_RewardFailures.merge`."""
+        drained = self.modality.drain_failures(self.ctx)
+        return self._failures.merge(await self.ctx.group.all_gather(drained))
 
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""
@@ -194,11 +197,10 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
             work=work,
             load=load,
-            rewards=self.modality.drain_failures(ctx),
             samples=samples,
         )
-        parts = await ctx.group.all_gather(part)
-        failures, failed = self._failures.merge([part.rewards for part in parts])
+        parts = await ctx.group.gather(part)
+        failures, failed = await self._merge_failures()
         if ctx.rank == 0:
             *waves, last = batch.rounds
             last = replace(last, work=DeviceWork.merge(part.work for part in parts))
@@ -260,7 +262,6 @@ class _Part:
     spans: list[Span]
     work: DeviceWork
     load: float | None
-    rewards: RewardCalls
     samples: Sequence[tuple[int, dict[str, Any]]]
 
 

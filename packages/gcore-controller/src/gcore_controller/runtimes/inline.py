@@ -162,8 +162,14 @@ class InlineCollectives(Collectives):
         self._group = group
 
     async def _gather(
-        self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+        self,
+        call: CollectiveCall,
+        value: Any,
+        combine: Callable[[list[Any]], T],
+        *,
+        dst: int | None = None,
     ) -> T:
+        del dst
         return await self._group.meet(self.rank, call, value, combine)
 
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:

@@ -183,7 +183,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
 
     @property
     def weight_version(self) -> int:
-        return self._engine.stats().weight_version
+        return self._engine.weight_version
 
     @property
     def weights_gpu(self) -> str | None:

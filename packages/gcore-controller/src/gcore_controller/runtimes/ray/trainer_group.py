@@ -357,23 +357,29 @@ class RayTrainerClient(TrainerClient[BatchT]):
 
         Also return the indices of each replica's micro-batches, and each one's controller, with its index there.
         """
-        references = [(put(list(batch)), self._cost_of(batch)) for batch in micro_batches]
-        everyones = await self.group.all_gather(references)
+        size = self.group.world_size
         owners: list[tuple[int, int]] = []
-        batches: list[Any] = []
         costs: list[float] = []
-        for owner, entries in enumerate(everyones):
-            for position, (batch, cost) in enumerate(entries):
-                owners.append((owner, position))
-                batches.append(batch)
-                costs.append(cost)
+        all_costs = await self.group.all_gather([self._cost_of(batch) for batch in micro_batches])
+        for owner, owner_costs in enumerate(all_costs):
+            costs += owner_costs
+            owners += [(owner, position) for position in range(len(owner_costs))]
         if not owners:
             return {}, [], []
         replicas = self._ranks.replicas[role]
         parts = deal(costs, replicas[0][1])
+        # A reference goes to the one controller that asks its replica.
+        outgoing: list[list[tuple[int, Any]]] = [[] for _ in range(size)]
+        for replica, part in enumerate(parts):
+            for i in part:
+                owner, position = owners[i]
+                if owner == self.group.rank:
+                    reference = put(list(micro_batches[position]))
+                    outgoing[replica % size].append((i, reference))
+        batches = dict(chain.from_iterable(await self.group.all_to_all(outgoing)))
         batches_by_rank: dict[int, list[Any]] = {}
         for rank, (replica, _) in enumerate(replicas):
-            if replica % self.group.world_size == self.group.rank:
+            if replica % size == self.group.rank:
                 batches_by_rank[rank] = [batches[i] for i in parts[replica]]
         answers: dict[int, Any] = {}
         for rank, answer in (await self._compute(method, role, batches_by_rank, **options)).items():

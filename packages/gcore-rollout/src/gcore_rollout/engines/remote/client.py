@@ -39,8 +39,9 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
     """An engine that another process runs.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
-    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last report: after
+    every call, soon after the first call of an idle engine, and every second. Reading `stats` asks for a new report,
+    so the next reading is of about now, unless the engine is in the middle of a long step.
 
     When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
     every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
@@ -65,6 +66,8 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         self._stats = EngineStats(
             prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0
         )
+        self._is_report_due = False
+        """Whether the process was asked for its stats, and has not reported them yet."""
         self._streams: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = count(1)
@@ -74,6 +77,9 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         return self._stats.weight_version
 
     def stats(self) -> EngineStats:
+        if not (self._is_report_due or self._is_closed or self._death):
+            self._is_report_due = True
+            self._send(0, None)
         return self._stats
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
@@ -155,6 +161,7 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
                         stream.items.put_nowait(sample)
             case session.Done(call_id, stats, value):
                 self._stats = stats
+                self._is_report_due = False
                 self._end_call(call_id, None, value)
             case session.CallFailed(call_id):
                 self._end_call(call_id, session.rebuild_exception(message, self.pid))

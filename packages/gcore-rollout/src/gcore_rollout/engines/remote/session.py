@@ -24,8 +24,10 @@ from gcore_rollout.weight_sync.digests import report_weights
 if TYPE_CHECKING:
     import torch
 
-STATS_INTERVAL_S = 0.02
-BEAT_INTERVAL_S = 0.25
+BEAT_INTERVAL_S = 1.0
+"""Time between two reports of an engine's stats that no client has asked for."""
+_GATHER_S = 0.02
+"""How long a report waits for further calls that it can cover."""
 CONTROL_PATIENCE = 10.0
 """A remote engine may be silent this many times longer during a call other than `Engine.generate`: an update blocks its
 event loop for minutes if the model is large."""
@@ -110,7 +112,8 @@ class CallFailed:
 
 
 EngineCall = RemoteCall | None
-"""None: the rest of an `Engine.generate` is not wanted any more; there is no answer."""
+"""None: the rest of an `Engine.generate` is not wanted any more, or, with the id 0, the stats are to be reported; there
+is no answer."""
 Finished = list[tuple[int, AnySample]]
 """Samples that finish together, each with the id of its call: one message, in which what they share is sent once."""
 FromEngine = Finished | Done | CallFailed
@@ -203,10 +206,13 @@ class EngineSession:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.controls: set[int] = set()
         """Ids of the calls in progress other than `Engine.generate`."""
-        self._is_called = asyncio.Event()
+        self._must_report = asyncio.Event()
+        self._is_idle = True
+        """Whether nothing was running at the last report."""
 
     def take(self, call_id: int, message: EngineCall) -> None:
-        self._is_called.set()
+        if self._is_idle or not call_id:
+            self._must_report.set()
         match message:
             case RemoteCall(method, (source,), options) if method is Engine.update_weights:
                 self.start(call_id, self._update(self._read(source), options["version"]))
@@ -217,7 +223,7 @@ class EngineSession:
                 self.start(call_id, self._call(message))
             case None:
                 task = self._tasks.get(call_id)
-                if task is not None:
+                if call_id and task is not None:
                     task.cancel()
 
     def start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
@@ -236,22 +242,17 @@ class EngineSession:
         return tasks
 
     async def beat(self, interval_s: float) -> None:
-        """Report changed stats soon, and unchanged ones at intervals, as long as there is an engine."""
-        clock = asyncio.get_running_loop().time
-        reported: EngineStats | None = None
-        reported_at = clock()
+        """Report stats at intervals, and soon after they are asked for or an idle engine is called."""
         while self.engine is not None:
+            self._must_report.clear()
             stats = self.engine.stats()
-            if stats != reported or clock() >= reported_at + interval_s:
-                reported = stats
-                reported_at = clock()
-                self._send(Done(0, stats))
-            self._is_called.clear()
-            if not stats.num_running:
-                # Nothing changes until the next call.
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_called.wait(), interval_s)
-            await asyncio.sleep(min(STATS_INTERVAL_S, interval_s))
+            self._is_idle = not stats.num_running
+            self._send(Done(0, stats))
+            # Not wait_for, which on Python 3.11 may swallow a cancellation.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._must_report.wait()
+                await asyncio.sleep(_GATHER_S)
 
     async def _answer(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
