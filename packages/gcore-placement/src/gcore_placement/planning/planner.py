@@ -36,7 +36,7 @@ class Plan:
         >>> print(chosen.training)
         torch TP 1 PP 1 CP 2 DP 4, 8192 tokens a micro-batch
         >>> round(chosen.step_s)
-        40
+        41
     """
 
     cluster: Cluster
