@@ -130,5 +130,7 @@ def test_engine_and_trainer_are_compared(cli: Cli, own_args: list[str], options:
                 < 1e-4
             )
             assert 0 <= row["training/rollout_k3_kl"] < 1e-8
-            if schedule != "async":
-                assert abs(row["training/rollout_distribution_kl"]) < 1e-5
+        steps = {row["step"]: row.get("training/rollout_distribution_kl") for row in compared}
+        probed = [step for step, kl in steps.items() if kl is not None]
+        assert probed == {"sync": [1, 2], "one_step_off": [*steps], "async": []}[schedule]
+        assert all(abs(steps[step] or 0) < 1e-5 for step in probed)

@@ -27,6 +27,7 @@ from gcore_llm.learning.comparison import (
     ScoredResponse,
     choose,
     comparable,
+    is_probed,
     mismatch,
     probe,
     warning,
@@ -175,7 +176,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         groups, unfinished = await generation.run(
             wave.prompts, unfinished=wave.unfinished, take=wave.take
         )
-        if self._probed_schedule == "sync" and not self._probed:
+        probes = self._probed_schedule == "sync" and is_probed(ctx.roles.policy.weight_version)
+        if probes and not self._probed:
             seed = self._seed(ctx, sum(group.prompt_index for group in groups))
             with ctx.timer.stage("gen"):
                 self._probed = await probe(ctx.roles.policy, groups, self._sampling, seed=seed)

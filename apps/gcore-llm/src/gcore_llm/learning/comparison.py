@@ -18,6 +18,7 @@ DISTRIBUTION_KL = "training/rollout_distribution_kl"
 _SHARE = 0.02
 _MOST_PROBES = 4
 _NUM_DRAWS = 16
+_PROBE_FREQ = 10
 
 
 def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDArray[np.bool_]:
@@ -84,6 +85,11 @@ async def mismatch(
         if by_token:
             distributions.append(np.array(list(by_token.values())).T)
     return await rollout_mismatch(differences, group.all_gather, distributions=distributions)
+
+
+def is_probed(version: int) -> bool:
+    """Return whether a step with weights of this version calls `probe`: the first two do, and then every tenth."""
+    return version < 2 or version % _PROBE_FREQ == 0
 
 
 async def probe(
