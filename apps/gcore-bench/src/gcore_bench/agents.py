@@ -35,7 +35,7 @@ _NOTE = (
 class AgentsOptions(QuickOptions):
     """Measure processor time of calls to the endpoint of agents, against vLLM's server on a CPU."""
 
-    sessions: Count = 1024
+    sessions: Count = 256
     """Sessions of each round."""
     at_once: Count = 256
     """Sessions at once, each with a connection of its own."""
