@@ -107,6 +107,7 @@ def test_embedded_run_folder(embedded: Path) -> None:
             "samples",
             "samples.jsonl",
             "spans.jsonl",
+            "memory.jsonl",
             "placement.json",
             "logs",
             ".lock",
