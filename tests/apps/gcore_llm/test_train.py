@@ -179,7 +179,10 @@ def test_timeline_for_perfetto_adds_up_to_the_recorded_times(
         for stage, seconds in stages.items():
             if stage != "step":
                 found = [length for name, length in inside if name == stage]
-                assert sum(found) / 1e6 == pytest.approx(seconds, abs=2e-4 * (1 + len(found)))
+                # The engine is asked for distributions after it has sampled: if within a millisecond, it is one span.
+                joined_s = 1e-3 if stage == "gen" else 0.0
+                rounded_s = 2e-4 * (1 + len(found))
+                assert sum(found) / 1e6 == pytest.approx(seconds, abs=rounded_s + joined_s)
     between = [start for name, start, _ in slices if name == "checkpoint"]
     # After steps 3 and 4; the last one is after the last span.
     assert len(between) == 1
