@@ -25,7 +25,7 @@ from gcore_ckpt import Checkpointer
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 6
-CLOCKS = ("timing_s/", "perf/throughput", "perf/generated", "ledger/")
+CLOCKS = ("timing_s/", "perf/throughput", "perf/generated", "perf/resident_gb/", "ledger/")
 
 
 @pytest.fixture(scope="module")

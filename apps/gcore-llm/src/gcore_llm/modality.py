@@ -176,7 +176,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         groups, unfinished = await generation.run(
             wave.prompts, unfinished=wave.unfinished, take=wave.take
         )
-        probes = self._probed_schedule == "sync" and is_probed(ctx.roles.policy.weight_version)
+        probes = self._probed_schedule == "sync" and is_probed(wave.step)
         if probes and not self._probed:
             seed = self._seed(ctx, sum(group.prompt_index for group in groups))
             with ctx.timer.stage("gen"):

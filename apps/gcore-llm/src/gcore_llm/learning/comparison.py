@@ -87,9 +87,9 @@ async def mismatch(
     return await rollout_mismatch(differences, group.all_gather, distributions=distributions)
 
 
-def is_probed(version: int) -> bool:
-    """Return whether a step with weights of this version calls `probe`: the first two do, and then every tenth."""
-    return version < 2 or version % _PROBE_FREQ == 0
+def is_probed(step: int) -> bool:
+    """Return whether a step calls `probe`: the first two do, and then every tenth."""
+    return step <= 2 or step % _PROBE_FREQ == 0
 
 
 async def probe(
