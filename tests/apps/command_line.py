@@ -180,7 +180,8 @@ def read_rows(path: Path) -> list[Any]:
 def reproducible(row: dict[str, float]) -> dict[str, float]:
     """A row of metrics without what depends on the machine, or is rounding alone."""
     counts = ("perf/total_num_tokens", "perf/computed_tokens")
-    left_out = ("timing_s/", "perf/", "ledger/", "forecast/", "training/rollout_log_probs_diff")
+    rounding = ("training/rollout_log_probs_diff", "training/rollout_distribution_kl")
+    left_out = ("timing_s/", "perf/", "ledger/", "forecast/", *rounding)
     return {k: v for k, v in row.items() if not k.startswith(left_out) or k in counts}
 
 
