@@ -384,7 +384,7 @@ async def rollout_mismatch(
 
 
 def _kl_with_rest(log_probs: NDArray[np.floating]) -> float:
-    """Return KL(p || q) of log-probs [2, K] of p and q, with the tokens that are not among the K as one; NaN is almost 0."""
+    """Return KL(p || q) of log-probs [2, K] of p and q, with tokens outside of the K as one; NaN is almost 0."""
     finite = np.nan_to_num(log_probs.astype(np.float64), nan=-MAX_LOG_RATIO)
     probs = np.exp(finite.clip(-MAX_LOG_RATIO))
     # Float32 log-probs of all tokens may add up to a little more than 1.
