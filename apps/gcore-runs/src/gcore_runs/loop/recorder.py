@@ -277,22 +277,30 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
         loop = replace(self.config.loop, reports_waves=follows_load)
 
         async def run(ctx: Context[Any]) -> None:
-            # What is there now, such as imported modules, stays to the end. Each full collection would look through it.
-            # A process that has frozen objects before keeps them, as a fork server does, or as another controller here.
-            freezes = gc.get_freeze_count() == 0
-            if freezes:
-                gc.collect()
-                gc.freeze()
-            try:
+            with frozen_objects():
                 await RLHFLoop(ctx, self.modality(), loop, self, recorder).run()
-            finally:
-                if freezes:
-                    gc.unfreeze()
 
         return run
 
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
+
+
+@contextmanager
+def frozen_objects() -> Generator[None]:
+    """Leave what is there now, such as imported modules, out of the garbage collections inside the block.
+
+    In a process that has frozen objects before, as a fork server does, or as another controller here, it does nothing.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from gcore_controller import (
 )
 from gcore_placement import RunningLedger
 from gcore_rollout import InstrumentedEngine, RequestT, SampleT
-from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
+from gcore_runs.loop.recorder import BaseRunRecorder, RunJob, frozen_objects
 from gcore_runs.loop.supervisor import RunResult, Supervisor
 from gcore_runs.settings.run_config import BaseRLConfig
 from gcore_runs.simulation.config import BaseSimConfig, SimulateConfig
@@ -128,14 +128,11 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         _, program = self._program(meter, ledger)
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
-        freezes = gc.get_freeze_count() == 0
         gc.disable()
-        gc.freeze()
         try:
-            run_simulated(program(self.job, recorder), roles=None, world_size=size)
+            with frozen_objects():
+                run_simulated(program(self.job, recorder), roles=None, world_size=size)
         finally:
-            if freezes:
-                gc.unfreeze()
             if was_enabled:
                 gc.enable()
         return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
