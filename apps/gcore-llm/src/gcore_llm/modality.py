@@ -178,7 +178,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         )
         probes = self._probed_schedule == "sync" and is_probed(wave.step)
         if probes and not self._probed:
-            seed = self._seed(ctx, sum(group.prompt_index for group in groups))
+            seed = self._seed(ctx, wave.step)
             with ctx.timer.stage("gen"):
                 self._probed = await probe(ctx.roles.policy, groups, self._sampling, seed=seed)
         measured = await ctx.group.all_gather(generation.measured)
@@ -478,9 +478,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         )
         return [[samples[g][i] for g, i in batch] for batch in batches]
 
-    def _seed(self, ctx: Context[Roles], number: int) -> int:
+    def _seed(self, ctx: Context[Roles], step: int) -> int:
         """Return the seed of this controller's choices for a comparison."""
-        return hash((self._config.seed, number, ctx.rank)) % 2**63
+        return hash((self._config.seed, step, ctx.rank)) % 2**63
 
 
 class RunRecorder(BaseRunRecorder[LLMJob, TextEvaluation]):
