@@ -102,7 +102,7 @@ def test_megatron_ranks_agree_on_their_collectives(
 
 
 def test_other_orders_are_found() -> None:
-    """Two ranks that swap two collectives, and a message that nobody receives."""
+    """Two ranks that swap two collectives, and a message that no rank receives."""
     summed = Collective(
         name="allreduce_",
         ranks=(0, 1),

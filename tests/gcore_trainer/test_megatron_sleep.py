@@ -39,6 +39,16 @@ kinds = pytest.mark.parametrize(
 )
 
 
+def training_of(
+    name: str, layout: dict[str, Any], options: dict[str, Any], folder: Path, *, size: int
+) -> tuple[str, list[Any], dict[str, Any]]:
+    """A model's folder, uneven batches of as many steps as there are ranks, and all options of its trainer."""
+    path = save_megatron_model(name, folder)
+    replicas = data_parallel_size(size, layout)
+    steps = [uneven(make_samples(GROUPS, seed=i), replicas, seed=i) for i in range(size)]
+    return str(path), steps, {"optimizer": OPTIMIZER, "objective": SFTObjective(), **options}
+
+
 @kinds
 def test_ranks_that_slept_continue_to_the_bit(
     rank_server: RankServer,
@@ -47,13 +57,10 @@ def test_ranks_that_slept_continue_to_the_bit(
     layout: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    path = save_megatron_model(name, tmp_path)
-    replicas = data_parallel_size(2, layout)
-    steps = [uneven(make_samples(GROUPS, seed=i), replicas, seed=i) for i in range(2)]
-    options = {"optimizer": OPTIMIZER, "objective": SFTObjective(), **options}
+    path, steps, options = training_of(name, layout, options, tmp_path, size=2)
     pool = rank_server.shared(2)
-    expected = pool.run("megatron_trains", str(path), layout, options, steps, size=2)
-    rested = pool.run("megatron_rests", str(path), layout, options, steps, size=2)
+    expected = pool.run("megatron_trains", path, layout, options, steps, size=2)
+    rested = pool.run("megatron_rests", path, layout, options, steps, size=2)
     for (metrics, weights, boxes), (own_metrics, own_weights, own_boxes, held, error) in zip(
         expected, rested, strict=True
     ):
@@ -73,14 +80,11 @@ def test_updates_in_host_memory_are_those_on_the_device(
     layout: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    path = save_megatron_model(name, tmp_path)
-    replicas = data_parallel_size(4, layout)
-    steps = [uneven(make_samples(GROUPS, seed=i), replicas, seed=i) for i in range(4)]
-    options = {"optimizer": OPTIMIZER, "objective": SFTObjective(), **options}
+    path, steps, options = training_of(name, layout, options, tmp_path, size=4)
     pool = rank_server.shared(4)
-    expected = pool.run("megatron_trains", str(path), layout, options, steps, size=4)
+    expected = pool.run("megatron_trains", path, layout, options, steps, size=4)
     options["offload"] = True
-    found = pool.run("megatron_trains", str(path), layout, options, steps, size=4)
+    found = pool.run("megatron_trains", path, layout, options, steps, size=4)
     for (metrics, weights, boxes), (own_metrics, own_weights, own_boxes) in zip(
         expected, found, strict=True
     ):
@@ -92,10 +96,8 @@ def test_updates_in_host_memory_are_those_on_the_device(
     # A state of the one continues in the other, with the same tensors.
     saved: dict[str, dict[str, torch.Tensor]] = assembled(b for *_, boxes in found for b in boxes)
     numbers = {"step": 4, "nonfinite_steps": 0, "optimizer_step": 4}
-    resumed = pool.run(
-        "megatron_resumes", str(path), layout, options, numbers, saved, steps[:1], size=4
-    )
-    again = pool.run("megatron_trains", str(path), layout, options, [*steps, steps[0]], size=4)
+    resumed = pool.run("megatron_resumes", path, layout, options, numbers, saved, steps[:1], size=4)
+    again = pool.run("megatron_trains", path, layout, options, [*steps, steps[0]], size=4)
     assert resumed[0][0][0] == again[0][0][-1]
     torch.testing.assert_close(resumed[0][1], again[0][1], rtol=0, atol=0)
 
