@@ -355,7 +355,7 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(
         assert all(Path(f"/proc/{pid}").exists() for pid in started(logs) if pid != first)
     finally:
         await engine.close()
-    assert {path.name for path in logs.iterdir()} == {"engine-0.log", "engine-1.log"}
+    assert {path.name for path in logs.glob("*.log")} == {"engine-0.log", "engine-1.log"}
     assert {name for name, own in devices.drain().spans.items() if own} == {"engine 0", "engine 1"}
 
 
