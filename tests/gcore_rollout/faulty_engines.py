@@ -90,6 +90,14 @@ def faulty(engine_class: type[Any], model: Path, fault: str) -> type[Any]:
 
         update_weights_in_place = None
 
+        async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+            await super().wake(weights=weights, cache=cache)
+            if fault == "reloaded" and cache:
+                version = self._version
+                self._version -= 1
+                initial = load_file(model / "model.safetensors")
+                await super().update_weights(initial.items(), version=version)
+
         async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
             changes = {"temperature": {"temperature": 1.0}, "truncated": {"top_p": 0.9}}
             changed = [

@@ -1,13 +1,15 @@
 """`gcore-llm train` on engines that do not have the trainer's weights."""
 
 import gc
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import Cli, option_set, step_rows, write_rows
 
 # The faults are those that the engines themselves are tested with.
@@ -25,6 +27,7 @@ from gcore_llm.learning.comparison import DISTRIBUTION_KL, K3
 from gcore_llm.training import train
 from gcore_rollout import WrongWeightsError
 from gcore_runs.loop.recorder import Display
+from gcore_trainer import TorchTrainer
 
 pytestmark = [
     *VLLM_IMPORT_WARNINGS,
@@ -95,6 +98,7 @@ def test_samples_by_another_version_than_the_batch_trains(
 
 LONG = ("--data.max-prompt-length", "512")
 FAST = ("--actor.optim.lr", "3e-2")
+IN_TURNS = ("--rollout.colocated", "True")
 UNSEEN = {
     # Prompts of more than a block of cached keys and values, the same at every step.
     ("vllm", "cache"): (2, (*LONG, *FAST)),
@@ -105,8 +109,22 @@ UNSEEN = {
     ("vllm", "blind undelivered"): (2, ("--actor.lora-rank", "4", *FAST)),
     ("hf", "blind late"): (2, FAST),
     ("vllm", "blind late"): (2, FAST),
+    # TRL#5312: after each update the engine wakes, and loads the weights of the model's folder.
+    ("hf", "reloaded"): (2, (*IN_TURNS, *FAST)),
+    ("vllm", "reloaded"): (2, (*IN_TURNS, *FAST)),
 }
 """Faults that weights do not show, or engines that do not report them: at which step they are seen, and options."""
+
+
+def check_log_probs(screen: str, run: Path, *, step: int) -> None:
+    """All four steps are made, and both measures and the screen show a fault from ``step`` on, not earlier."""
+    rows = step_rows(run)
+    assert len(rows) == 4
+    for name, least in ((K3, 0.01), (DISTRIBUTION_KL, 0.001)):
+        values = [row[name] for row in rows[:step]]
+        assert max(values[:-1], default=0.0) < 1e-5
+        assert values[-1] > least
+    assert f"step {step}: engine and trainer disagree on the policy" in screen
 
 
 @pytest.mark.parametrize(
@@ -122,13 +140,31 @@ def test_what_the_log_probs_show(
     write_rows(tmp_path / "long.jsonl", long)
     if fault == "cache":
         options += ("--data.train-files", str(tmp_path / "long.jsonl"))
-    screen = four_steps(kind, fault, *options)
-    rows = step_rows(tmp_path / "runs/default")
-    for name, least in ((K3, 0.01), (DISTRIBUTION_KL, 0.001)):
-        values = [row[name] for row in rows[:step]]
-        assert max(values[:-1], default=0.0) < 1e-5
-        assert values[-1] > least
-    assert f"step {step}: engine and trainer disagree on the policy" in screen
+    check_log_probs(four_steps(kind, fault, *options), tmp_path / "runs/default", step=step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_that_reuses_what_an_earlier_one_has_found(
+    kind: str, four_steps: FourSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SkyRL#1345: digests are of the tensors that are published, and agree with them; log-probs show it at step 2."""
+    export_weights = TorchTrainer.export_weights
+    num_exports = 0
+
+    def export_by_stale_names(trainer: TorchTrainer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Since the first export, the two layers have changed places."""
+        nonlocal num_exports
+        num_exports += 1
+        tensors = dict(export_weights(trainer))
+        swapped = {"0": "1", "1": "0"}
+        for name in tensors:
+            source = name
+            if num_exports > 1:
+                source = re.sub(r"(?<=layers[.])[01]", lambda match: swapped[match[0]], name)
+            yield name, tensors[source]
+
+    monkeypatch.setattr(TorchTrainer, "export_weights", export_by_stale_names)
+    check_log_probs(four_steps(kind, "", *FAST), tmp_path / "runs/default", step=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
