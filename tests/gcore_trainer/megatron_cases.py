@@ -2,12 +2,14 @@
 
 import gc
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from deepep_stand_in import deepep_stand_in
 from megatron_groups import leave_groups
 from numpy.typing import NDArray
 from rank import Rank
@@ -25,6 +27,8 @@ from gcore_trainer import (
     PolicyObjective,
     TrainerError,
 )
+from gcore_trainer.megatron import trainer as megatron_trainer
+from gcore_trainer.megatron.features import fusion_options
 from gcore_trainer.objectives.objective import PartialLoss, check_fields
 
 Layout = Mapping[str, Any]
@@ -180,8 +184,20 @@ def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrai
     options = defaults | dict(options)
     if options.pop("recompute", False):
         options["megatron"] = MegatronConfig(recompute_granularity="full")
-    with transformer_engine_stand_in() if options.pop("stand_in", False) else nullcontext():
+    with ExitStack() as stack:
+        if options.pop("stand_in", False):
+            stack.enter_context(transformer_engine_stand_in())
+        if options.pop("deepep", False):
+            stack.enter_context(deepep_stand_in())
+        if options.pop("cuda_fusions", False):
+            patch = mock.patch.object(megatron_trainer, "fusion_options", _cuda_fusions)
+            stack.enter_context(patch)
         return MegatronTrainer(path, parallel=ParallelConfig(**layout), **options)
+
+
+def _cuda_fusions(config: MegatronConfig, *, device_type: str, has_te: bool) -> dict[str, Any]:
+    del device_type
+    return fusion_options(config, device_type="cuda", has_te=has_te)
 
 
 def _exported(rank: Rank, trainer: MegatronTrainer) -> Tensors:

@@ -44,7 +44,11 @@ from gcore_trainer import (
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.experts import GroupedExperts
-from gcore_trainer.megatron.features import fusion_options, has_grouped_experts
+from gcore_trainer.megatron.features import (
+    dispatcher_options,
+    fusion_options,
+    has_grouped_experts,
+)
 from gcore_trainer.megatron.model import transformer_config
 
 SHAPE = (4, MOE["num_experts"], MOE["num_experts_per_tok"])
@@ -92,11 +96,17 @@ def samples(kind: str) -> list[Sample]:
 
 
 def one_step(
-    ranks: Any, path: Path, size: int, layout: dict[str, Any], kind: str, megatron: MegatronConfig
+    ranks: Any,
+    path: Path,
+    size: int,
+    layout: dict[str, Any],
+    kind: str,
+    megatron: MegatronConfig,
+    **others: Any,
 ) -> Any:
     """Log-probs of the first rank, then metrics, weights and state after one step."""
     objective = PolicyObjective(replace(LOSS, kl_loss_coef=0.0))
-    options = OPTIONS | {"objective": objective, "megatron": megatron}
+    options = OPTIONS | {"objective": objective, "megatron": megatron, **others}
     steps = [uneven(samples(kind), data_parallel_size(size, layout), seed=0)]
     results = ranks.run("megatron_scores_and_trains", str(path), layout, options, steps, size=size)
     scores, [metrics], weights, _ = results[0]
@@ -147,6 +157,31 @@ def test_a_step_is_that_of_experts_one_by_one(
     assert np.isfinite(expected[1]["actor/grad_norm"])
     for setting in settings:
         assert_same_step(one_step(ranks, path, size, layout, kind, SETTINGS[setting]), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "kind", "settings"),
+    [
+        (2, {EP: 2}, "own", ONE_BY_ONE),
+        (2, {EP: 2}, "replayed", BOTH),
+        (2, {EP: 2}, "idle", SETTINGS["both, selective"]),
+        pytest.param(4, {TP: 2, EP: 2, SP: True}, "own", BOTH, marks=pytest.mark.slow),
+        pytest.param(4, {EP: 4}, "replayed", SETTINGS["grouped, full"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_is_the_same_when_deepep_exchanges_the_tokens(
+    rank_server: RankServer,
+    root: Path,
+    size: int,
+    layout: dict[str, Any],
+    kind: str,
+    settings: MegatronConfig,
+) -> None:
+    path, ranks = save_megatron_model("qwen3_moe", root), rank_server.shared(size)
+    expected = one_step(ranks, path, size, layout, kind, settings)
+    found = one_step(ranks, path, size, layout, kind, settings, deepep=True)
+    assert_same_step(found, expected)
 
 
 @pytest.mark.slow
@@ -254,9 +289,9 @@ def test_swiglu_is_fused_on_cuda() -> None:
         (own, device)
         for own in ("auto", True, False)
         for device in ("cuda", "cpu")
-        if fusion_options(MegatronConfig(bias_activation_fusion=own), device_type=device)[
-            "bias_activation_fusion"
-        ]
+        if fusion_options(
+            MegatronConfig(bias_activation_fusion=own), device_type=device, has_te=False
+        )["bias_activation_fusion"]
     ]
     assert fused == [("auto", "cuda"), (True, "cuda"), (True, "cpu")]
     with pytest.raises(
@@ -267,7 +302,9 @@ def test_swiglu_is_fused_on_cuda() -> None:
 
 def test_passes_of_grouped_experts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """By fake tensors, which have shapes, types and devices: a rank with tokens, and one without."""
-    options, dtype = fusion_options(MegatronConfig(), device_type="cuda"), torch.bfloat16
+    options = fusion_options(MegatronConfig(), device_type="cuda", has_te=False)
+    options |= dispatcher_options(1, device_type="cuda", dtype=torch.bfloat16)
+    dtype = torch.bfloat16
     with megatron_runtime(torch.device("cuda")):
         config = transformer_config(
             Architecture(CONFIGS["qwen3_moe"]), ParallelConfig(), options, dtype=dtype

@@ -19,9 +19,15 @@ from gcore_trainer import (
     ParallelConfig,
     SFTObjective,
 )
+from gcore_trainer.megatron import features as megatron_features
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.features import fusion_options, recompute_options
+from gcore_trainer.megatron.features import (
+    data_parallel_options,
+    dispatcher_options,
+    fusion_options,
+    recompute_options,
+)
 from gcore_trainer.megatron.hf_files import num_parameters
 from gcore_trainer.megatron.model import transformer_config
 
@@ -45,11 +51,62 @@ def test_large_models_compute_layers_again_on_cuda(
     assert recompute_options(config, device_type=device, num_parameters=lambda: size) == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "has_lora", "settings", "expected"),
+    [
+        ("cuda", 8, False, {}, (True, True)),
+        ("cuda", 8, True, {}, (True, False)),
+        ("cuda", 1, False, {}, (False, False)),
+        ("cpu", 8, False, {}, (False, False)),
+        ("cpu", 8, False, {"overlap_param_gather": True}, (True, True)),
+        ("cpu", 8, False, {"overlap_grad_reduce": True}, (True, False)),
+        ("cuda", 8, False, {"overlap_grad_reduce": False}, (False, False)),
+        ("cuda", 8, False, {"overlap_param_gather": False}, (True, False)),
+    ],
+)
+def test_replicas_communicate_during_the_passes_on_cuda(
+    device: str,
+    num_ranks: int,
+    has_lora: bool,
+    settings: dict[str, bool],
+    expected: tuple[bool, bool],
+) -> None:
+    options = data_parallel_options(
+        MegatronConfig(**settings), device_type=device, num_ranks=num_ranks, has_lora=has_lora
+    )
+    assert (options["overlap_grad_reduce"], options["overlap_param_gather"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "device", "num_ranks", "dtype", "expected"),
+    [
+        (True, "cuda", 8, torch.bfloat16, "flex"),
+        (False, "cuda", 8, torch.bfloat16, "alltoall"),
+        (True, "cpu", 8, torch.bfloat16, "alltoall"),
+        (True, "cuda", 8, torch.float32, "alltoall"),
+        (True, "cuda", 1, torch.bfloat16, "alltoall"),
+        (True, "cuda", 6, torch.bfloat16, "alltoall"),
+    ],
+)
+def test_deepep_exchanges_tokens_where_it_can(
+    is_installed: bool,
+    device: str,
+    num_ranks: int,
+    dtype: torch.dtype,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(megatron_features, "HAVE_DEEP_EP", is_installed)
+    options = dispatcher_options(num_ranks, device_type=device, dtype=dtype)
+    assert options == {"moe_token_dispatcher_type": expected}
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("granularity", ["auto", "selective"])
 def test_megatron_accepts_what_is_chosen_on_cuda(name: str, granularity: Any) -> None:
     config, size = MegatronConfig(recompute_granularity=granularity), partial(int, LARGE_MODEL)
-    features = fusion_options(config, device_type="cuda")
+    features = fusion_options(config, device_type="cuda", has_te=False)
+    features |= dispatcher_options(2, device_type="cuda", dtype=torch.bfloat16)
     features |= recompute_options(config, device_type="cuda", num_parameters=size)
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     with megatron_runtime(torch.device("cuda")):
@@ -59,6 +116,7 @@ def test_megatron_accepts_what_is_chosen_on_cuda(name: str, granularity: Any) ->
     assert features.items() <= vars(made).items()
     assert made.bf16
     assert made.bias_activation_fusion
+    assert made.gradient_accumulation_fusion
     assert made.recompute_granularity == ("full" if granularity == "auto" else granularity)
 
 
@@ -81,9 +139,9 @@ def test_ranks_of_tensor_parallelism_have_one_queue_on_cuda() -> None:
 def test_refused_settings() -> None:
     with pytest.raises(
         ConfigError,
-        match="overlap_param_gather is True; expected false without overlap_grad_reduce",
+        match="overlap_param_gather is True; expected auto or false without overlap_grad_reduce",
     ):
-        MegatronConfig(overlap_param_gather=True).check()
+        MegatronConfig(overlap_param_gather=True, overlap_grad_reduce=False).check()
     with pytest.raises(ConfigError, match="bucket_size is 0; expected 1 or more"):
         MegatronConfig(bucket_size=0)
     with pytest.raises(

@@ -516,12 +516,8 @@ class ParallelConfig(CheckedConfig):
 class MegatronConfig(CheckedConfig):
     """Performance settings of Megatron-Core, which reading them does not need; results stay the same up to rounding.
 
-    Other fusions of Megatron-Core are off. Of masked softmax and cross-entropy there is nothing to fuse: attention and
-    the head are this package's. Biases, of which only some queries, keys and values have any, are added in the linear
-    layer, and nothing is dropped. ``gradient_accumulation_fusion`` needs a kernel of apex in the embedding's and the
-    head's layers, which are Megatron-Core's own even with Transformer Engine. ``apply_rope_fusion`` needs Transformer
-    Engine's kernel, which takes these angles [T, 1, 1, D], but multiplies by sines in float32 where transformers, and
-    the engine, round them to bfloat16 first: log-probabilities would differ from theirs.
+    What has no setting follows from the device and from what is installed; see "Megatron-Core on CUDA" in the
+    documentation, which also says which fusions of Megatron-Core are off.
 
     Example:
         >>> MegatronConfig(recompute_granularity="selective", overlap_grad_reduce=True).bucket_size
@@ -529,32 +525,32 @@ class MegatronConfig(CheckedConfig):
     """
 
     recompute_granularity: Literal["auto", "none", "selective", "full"] = "auto"
-    """The backward pass computes again nothing (none), MLPs and experts (selective), or whole layers (full);
-    auto: full on CUDA for models of a billion parameters, else none."""
-    overlap_grad_reduce: bool = False
-    """Add up the replicas' gradients during the backward pass, bucket by bucket, instead of after it."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward pass instead of before it; needs overlap_grad_reduce."""
+    """The backward pass computes again nothing (none), MLPs and experts (selective), or whole layers (full); auto: the
+    first of these that fits, where a run plans the memory of its GPUs; otherwise full on CUDA for models of a billion
+    parameters, else none."""
+    overlap_grad_reduce: Switch = "auto"
+    """Add up the replicas' gradients during the backward pass, bucket by bucket, instead of after it; auto: on CUDA
+    where several ranks do."""
+    overlap_param_gather: Switch = "auto"
+    """Gather updated parameters during the next forward pass instead of before it; needs overlap_grad_reduce; auto: on
+    CUDA with it, without adapters."""
     bucket_size: Count = 40_000_000
     """Parameters of a bucket, with overlap_grad_reduce."""
     grouped_gemm: Switch = "auto"
     """Experts of a rank are multiplied by one call of torch's grouped_mm, not one after the other; auto: on CUDA
     in bfloat16, where their sizes are multiples of 8. Dense models have none."""
     transformer_engine: Switch = "auto"
-    """Linear layers of attention and of dense MLPs, each fused with the norm before it, are Transformer Engine's; auto:
-    on CUDA where it is installed, without adapters. Attention itself, experts and other norms are as without it."""
+    """Linear layers of attention and of dense MLPs, each fused with the norm before it, are Transformer Engine's, and
+    so is the sorting of tokens by expert; auto: on CUDA where it is installed, without adapters. Attention itself,
+    experts and other norms are as without it."""
     bias_activation_fusion: Switch = "auto"
     """SwiGLU is one compiled kernel forward and one backward; auto: on CUDA."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go together."""
-        holds = self.overlap_grad_reduce or not self.overlap_param_gather
-        require(
-            "overlap_param_gather",
-            self.overlap_param_gather,
-            holds,
-            "false without overlap_grad_reduce",
-        )
+        gathers = self.overlap_param_gather
+        holds = self.overlap_grad_reduce is not False or gathers is not True
+        require("overlap_param_gather", gathers, holds, "auto or false without overlap_grad_reduce")
 
     @staticmethod
     def environment(parallel: ParallelConfig, device_type: str) -> dict[str, str]:

@@ -2,19 +2,29 @@
 
 Megatron-Core reaches its device through functions of ``torch.cuda``, and through the word "cuda" in calls that make
 tensors. On CPU, both are redirected: the functions for the process, the word for the thread. On CUDA neither is; there,
-one missing name is bound.
+one missing name is bound, and torch's product takes the place of a kernel of apex.
 """
 
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
+
+from gcore_trainer.packing.accumulating_linear import add_gradient
+
+_PRODUCTS = {
+    "fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=add_gradient),
+    "_grad_accum_fusion_available": True,
+}
+"""Names of Megatron-Core's linear layers for the kernel with which ``gradient_accumulation_fusion`` adds gradients."""
 
 
 @contextmanager
@@ -30,12 +40,15 @@ def megatron_runtime(device: torch.device) -> Generator[None]:
         warnings.filterwarnings(
             "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
         )
+        # Linear layers of attention are called in another order than they are registered in; only waits are longer.
+        warnings.filterwarnings("ignore", message="The next bucket's parameter all-gather")
         # 0.16.1 leaves the name unbound where Transformer Engine is not installed, and its router then fails with a
         # NameError on any device; where the name is None, the router computes with torch.
         router_gemm = getattr(moe_utils, "te_general_gemm", None)
         stack.enter_context(
             mock.patch.object(moe_utils, "te_general_gemm", router_gemm, create=True)
         )
+        stack.enter_context(mock.patch.multiple(layers, create=True, **_PRODUCTS))
         if device.type != "cpu":
             yield
             return

@@ -4,11 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 
 from gcore_trainer.config import MegatronConfig, require
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.experts import ALIGNMENT_BYTES
 from gcore_trainer.torch.activations import LARGE_MODEL
+
+_DEEPEP_RANKS = (2, 4, 8, 16, 32, 64, 128)
+"""Sizes of groups that DeepEP has kernels for: within a node, or of nodes of 8."""
 
 
 def recompute_options(
@@ -31,18 +36,28 @@ def recompute_options(
     return {}
 
 
-def fusion_options(config: MegatronConfig, *, device_type: str) -> dict[str, Any]:
-    """Return settings of Megatron-Core's ``TransformerConfig``; `MegatronConfig` says why most fusions are off."""
+def fusion_options(config: MegatronConfig, *, device_type: str, has_te: bool) -> dict[str, Any]:
+    """Return settings of Megatron-Core's ``TransformerConfig``; fusions that are not named are off by default."""
     fuses_activation = config.bias_activation_fusion
     if fuses_activation == "auto":
         fuses_activation = device_type == "cuda"
+    # The youngest of these functions of Transformer Engine; None without it.
+    sorts_chunks = getattr(moe_utils, "fused_sort_chunks_by_index_with_probs", None)
     return {
         "bias_activation_fusion": fuses_activation,
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": device_type == "cuda",
+        "moe_permute_fusion": has_te and sorts_chunks is not None,
     }
+
+
+def dispatcher_options(
+    num_expert_ranks: int, *, device_type: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the dispatcher of tokens to experts: DeepEP's where it is installed and has kernels, else all-to-all."""
+    has_kernels = num_expert_ranks in _DEEPEP_RANKS and dtype == torch.bfloat16
+    uses_deepep = HAVE_DEEP_EP and device_type == "cuda" and has_kernels
+    # Rows of any length need one of the two, whether there are experts or not.
+    return {"moe_token_dispatcher_type": "flex" if uses_deepep else "alltoall"}
 
 
 def has_grouped_experts(
@@ -90,13 +105,21 @@ def uses_transformer_engine(
     return setting
 
 
-def data_parallel_options(config: MegatronConfig) -> dict[str, Any]:
-    """Return settings of Megatron-Core's ``DistributedDataParallelConfig``."""
+def data_parallel_options(
+    config: MegatronConfig, *, device_type: str, num_ranks: int, has_lora: bool
+) -> dict[str, Any]:
+    """Return settings of Megatron-Core's ``DistributedDataParallelConfig``; ``num_ranks`` add up their gradients."""
     config.check()
+    reduces = config.overlap_grad_reduce
+    gathers = config.overlap_param_gather
+    if reduces == "auto":
+        reduces = gathers is True or (device_type == "cuda" and num_ranks > 1)
+    if gathers == "auto":
+        gathers = reduces and device_type == "cuda" and not has_lora
     return {
         "use_distributed_optimizer": True,
         "grad_reduce_in_fp32": True,
-        "overlap_grad_reduce": config.overlap_grad_reduce,
-        "overlap_param_gather": config.overlap_param_gather,
+        "overlap_grad_reduce": reduces,
+        "overlap_param_gather": gathers,
         "bucket_size": config.bucket_size,
     }

@@ -141,8 +141,6 @@ def transformer_config(
         embedding_init_method=torch.nn.init.zeros_,
         # The interleaved schedule mixes up lengths where a stage's next is also its previous one.
         variable_seq_lengths=parallel.virtual_pipeline_model_parallel_size == 1,
-        # Rows of any length need it, whether there are experts or not.
-        moe_token_dispatcher_type="alltoall",
         # The same schedule mixes up batched messages there.
         batch_p2p_comm=False,
         # Do not average gradients: the loss is already normalised.

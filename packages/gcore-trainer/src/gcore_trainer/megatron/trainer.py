@@ -29,6 +29,7 @@ from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.features import (
     data_parallel_options,
+    dispatcher_options,
     fusion_options,
     has_grouped_experts,
     recompute_options,
@@ -120,7 +121,7 @@ class MegatronTrainer(Trainer):
         has_te = uses_transformer_engine(
             megatron, device_type=device.type, is_installed=HAVE_TE, has_lora=lora is not None
         )
-        if lora is not None and megatron.overlap_param_gather:
+        if lora is not None and megatron.overlap_param_gather is True:
             raise ConfigError(
                 "overlap_param_gather is True with lora; expected false, because Megatron-Core gathers parameters when "
                 "their module is called, and adapters have none of their own"
@@ -142,17 +143,20 @@ class MegatronTrainer(Trainer):
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel
-        self._megatron = megatron
         self._gather = partial(gather_weights, dtype=dtype, device=device)
         self._lora = lora
         self._has_value_head = objective.scores == "values"
         with megatron_runtime(self._device):
             cp = join_groups(parallel, self._device)
             replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=False)
-            features = fusion_options(megatron, device_type=device.type) | recompute_options(
+            features = fusion_options(megatron, device_type=device.type, has_te=has_te)
+            features |= recompute_options(
                 megatron,
                 device_type=device.type,
                 num_parameters=partial(num_parameters, self._path),
+            )
+            features |= dispatcher_options(
+                parallel.expert_model_parallel_size, device_type=device.type, dtype=dtype
             )
             config = transformer_config(architecture, parallel, features, dtype=dtype)
             config.finalize_model_grads_func = finalize_model_grads
@@ -168,11 +172,18 @@ class MegatronTrainer(Trainer):
             load_weights(self._path, self._pieces)
             if lora is not None:
                 self._trained = add_adapters(stages, self._pieces, targets, lora)
-            settings = DistributedDataParallelConfig(**data_parallel_options(megatron))
+            overlaps = data_parallel_options(
+                megatron,
+                device_type=device.type,
+                num_ranks=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+                has_lora=lora is not None,
+            )
+            settings = DistributedDataParallelConfig(**overlaps)
+            self._gathers_late = settings.overlap_param_gather
             self._chunks = [
                 DistributedDataParallel(config, settings, stage.to(device)) for stage in stages
             ]
-            if megatron.overlap_grad_reduce:
+            if settings.overlap_grad_reduce:
                 no_sync: Any = [chunk.no_sync for chunk in self._chunks]
                 config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self._module = torch.nn.ModuleList(self._chunks)
@@ -205,7 +216,7 @@ class MegatronTrainer(Trainer):
 
     def _finish_param_gather(self) -> None:
         """Gather the parameters of the last update unless a forward pass did; afterwards no gather is in flight."""
-        if self._megatron.overlap_param_gather:
+        if self._gathers_late:
             with megatron_runtime(self._device):
                 for chunk in self._chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -288,7 +299,7 @@ class MegatronTrainer(Trainer):
             if self._architecture.is_tied
             else chunk.output_layer.weight
         )
-        if self._megatron.overlap_param_gather:
+        if self._gathers_late:
             # Megatron-Core waits for parameters in the forward pass of their module, and the head's is not called.
             group = self._chunks[-1].param_to_bucket_group.get(weight_VD)
             if group is not None:

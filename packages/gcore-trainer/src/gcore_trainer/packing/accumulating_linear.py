@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
         grad_weight = None
         grad_bias = None
         if needs_weight and _has_sum(weight):
-            torch.addmm(weight.grad, grad_TO.T, x_TI, out_dtype=torch.float32, out=weight.grad)
+            add_gradient(x_TI, grad_TO, weight.grad)
         elif needs_weight:
             grad_weight = grad_TO.T @ x_TI
         if needs_bias and _has_sum(bias):
@@ -61,6 +61,14 @@ class _Linear(torch.autograd.Function):
         elif needs_bias:
             grad_bias = grad_TO.sum(0)
         return grad_x, grad_weight, grad_bias
+
+
+def add_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, sum_OI: torch.Tensor) -> None:
+    """Add a weight's gradient to the float32 sum of those before it."""
+    if grad_TO.dtype == sum_OI.dtype:
+        sum_OI.addmm_(grad_TO.T, x_TI)
+    else:
+        torch.addmm(sum_OI, grad_TO.T, x_TI, out_dtype=torch.float32, out=sum_OI)
 
 
 def _has_sum(parameter: torch.Tensor) -> bool:
