@@ -37,9 +37,9 @@ def layout(
 
 
 def parts_of(
-    job: Any, *layouts: TrainingLayout
+    job: Any, *layouts: TrainingLayout, **options: Any
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-    return dict(memory.training_memory(job, TrainingLayouts(*layouts)))
+    return dict(memory.training_memory(job, TrainingLayouts(*layouts), **options))
 
 
 def test_zero_stages_by_their_papers_sums() -> None:
@@ -88,6 +88,19 @@ def test_activations_by_hand() -> None:
     )["activations"]
     assert_allclose(kept, tokens / 2 / 4 * 28 * per_token)
     assert_allclose(recomputed, tokens / 2 / 4 * 28 * 2 * h)
+
+
+def test_selective_recomputation_keeps_all_but_the_insides_of_mlps() -> None:
+    """Of 28 layers of a dense model; an MLP at a time is computed again, when the logits are gone."""
+    job = make_job({**QWEN_7B, "vocab_size": 64})
+    sizes = layout("megatron", tp=2)
+    tokens = job.training_tokens / np.ceil(job.training_tokens / 16384)
+    parts = parts_of(job, sizes, state=memory.TrainingState(recomputes_mlps=True))
+    h, i, kv = 3584, 18944, 512
+    assert_allclose(parts["activations"], tokens / 2 * 28 * 2 * (6 * h + 2 * kv))
+    assert_allclose(parts["recomputed layer"] + parts["logits"], tokens / 2 * 2 * 4 * i)
+    [whole] = parts_of(job, sizes)["activations"]
+    assert_allclose(parts["activations"] / whole, 1 - 4 * i / (6 * h + 2 * kv + 4 * i))
 
 
 def test_micro_batches_of_small_updates_are_small() -> None:

@@ -92,7 +92,7 @@ def write(cli: Cli, name: str, text: str) -> str:
                     "True",
                 ),
             ],
-            "trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank",
+            "trainer.megatron.overlap_param_gather is true; expected auto or false with actor.lora_rank",
         ),
         (
             [

@@ -15,8 +15,13 @@ from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import AlgorithmConfig, TrainConfig
-from gcore_llm.learning.device_plan import check_host_fits, choose_checkpointing, plan_memory
-from gcore_llm.learning.trainer_worker import LLMTrainerWorker
+from gcore_llm.learning.device_plan import (
+    check_host_fits,
+    choose_checkpointing,
+    describe_checkpointing,
+    plan_memory,
+)
+from gcore_llm.learning.trainer_worker import LLMTrainerWorker, megatron_config
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_llm.sections import ActorConfig, ActorOptimConfig
 from gcore_llm.training import train
@@ -430,3 +435,30 @@ def test_auto_checkpoints_as_few_layers_as_fit(gigabytes: int) -> None:
     for setting in (True, False):
         own = replace(config, actor=replace(config.actor, enable_gradient_checkpointing=setting))
         assert choose_checkpointing(own, model, device)[0] is own
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "expected"), [(48, "full"), (80, "selective"), (141, "none")]
+)
+def test_auto_recomputes_as_little_as_fits_with_megatron(gigabytes: int, expected: str) -> None:
+    """48 GB hold trainer and engine side by side only if whole layers are computed again."""
+    device = Device.of_memory("a GPU", gigabytes * 1e9)
+    model = shape_folder("Qwen2.5-1.5B-Instruct")
+    config = TrainConfig(model=str(model), dtype="bfloat16")
+    config = replace(config, trainer=replace(config.trainer, backend="megatron", num_processes=2))
+
+    def chosen_by(config: TrainConfig) -> str:
+        chosen, plan = choose_checkpointing(config, model, device)
+        assert plan.fits
+        setting = chosen.actor.has_checkpointing
+        return megatron_config(chosen.trainer, setting, "cuda").recompute_granularity
+
+    assert chosen_by(config) == expected
+    lines = describe_checkpointing(choose_checkpointing(config, model, device)[0], is_auto=True)
+    assert ("MLPs and experts" in " ".join(lines)) == (expected == "selective")
+    # What is set stays.
+    for granularity in ("full", "selective"):
+        own = {"recompute_granularity": granularity}
+        assert (
+            chosen_by(replace(config, trainer=replace(config.trainer, megatron=own))) == granularity
+        )

@@ -400,9 +400,9 @@ class TrainConfig(BaseRLConfig):
         )
         self._check_memory_settings()
         has_adapters = self.actor.lora_rank > 0
-        if trainer.megatron_config.overlap_param_gather and has_adapters:
+        if trainer.megatron_config.overlap_param_gather is True and has_adapters:
             raise UserError(
-                "trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank"
+                "trainer.megatron.overlap_param_gather is true; expected auto or false with actor.lora_rank"
             )
         if trainer.megatron_config.transformer_engine is True and (
             has_adapters or self.device == "cpu"

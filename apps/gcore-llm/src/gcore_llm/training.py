@@ -336,6 +336,9 @@ async def _start_on_ray(
     announce: Callable[[str], None],
 ) -> Backend[LLMJob, TrainConfig]:
     """Load the model in a folder for every role that needs it, on a cluster."""
+    import torch
+
+    from gcore_runs.inputs import count_parameters
     from gcore_runs.on_ray import start_ray_backend
 
     # Each controller starts rewards of its own.
@@ -344,11 +347,13 @@ async def _start_on_ray(
     if config.rollout.is_on_servers:
         await load_servers(config, model, eos_token_ids=eos)
     judges: dict[str, Callable[[TrainConfig], EngineFactory]] = {}
+    num_parameters = count_parameters(model)
     for judge in config.reward_model.all_judges.values():
         if judge.role in config.judges:
             path = model_folder(judge.path, setting=judge.path_setting)
             settings = partial(lambda role, config: config.judges[role], judge.role)
             judges[judge.role] = _engines(path, build_tokenizer(path), settings)
+            num_parameters += count_parameters(path)
     return await start_ray_backend(
         config,
         engine=_engines(model, tokenizer, lambda config: config.rollout),
@@ -358,6 +363,7 @@ async def _start_on_ray(
         checkpoints=run.checkpoints,
         announce=announce,
         connect_policy=partial(_connect_policy, model.absolute(), eos),
+        weights_bytes=num_parameters * getattr(torch, config.dtype).itemsize,
     )
 
 

@@ -154,7 +154,8 @@ class SwapCosts(CheckedQuantities):
     wake_s: Amount = 0.0
     """Seconds of waking a replica with its weights in host memory."""
     load_s: Amount = 0.0
-    """Seconds of loading the role's weights on a new device, from a peer or from disk."""
+    """Seconds of starting a replica's new role on its device: of waking the engine of that role, where the host memory
+    holds those of all roles, or else of loading its weights, from a peer or from disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

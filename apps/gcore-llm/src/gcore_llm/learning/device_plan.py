@@ -115,31 +115,16 @@ def _copied_weights(config: TrainConfig) -> Literal["none", "merged", "all"]:
 def choose_checkpointing(
     config: TrainConfig, model: Path, device: Device
 ) -> tuple[TrainConfig, DevicePlan]:
-    """Plan a run. Gradient checkpointing that is auto computes as few layers again as the memory allows.
+    """Plan a run. Gradient checkpointing that is auto computes as little again as the memory allows.
 
     What is kept instead is no reason for trainer and engine to take turns, nor for fewer keys and values.
     """
-    actor = config.actor
-    if actor.enable_gradient_checkpointing != "auto":
-        return config, plan_memory(config, model, device)
-    num_layers = 1
-    if config.trainer.backend != "megatron":
-        num_layers = shape_of(model).workload.num_hidden_layers
-    counts = {-(-num_layers * part // _PARTS) for part in range(_PARTS)}
-
-    def plan_layers(count: int) -> tuple[TrainConfig, DevicePlan]:
-        share: bool | float = count / num_layers
-        if count in (0, num_layers):
-            share = count > 0
-        new_actor = replace(actor, enable_gradient_checkpointing=share)
-        new_config = replace(config, actor=new_actor)
-        return new_config, plan_memory(new_config, model, device)
-
-    full_config, full_plan = plan_layers(num_layers)
+    *choices, full_config = _checkpointing_choices(config, model)
+    full_plan = plan_memory(full_config, model, device)
     if not full_plan.fits:
         return config, plan_memory(config, model, device)
-    for count in sorted(counts):
-        new_config, plan = plan_layers(count)
+    for new_config in choices:
+        plan = plan_memory(new_config, model, device)
         if (
             plan.fits
             and plan.takes_turns == full_plan.takes_turns
@@ -147,6 +132,29 @@ def choose_checkpointing(
         ):
             return new_config, plan
     return full_config, full_plan
+
+
+def _checkpointing_choices(config: TrainConfig, model: Path) -> list[TrainConfig]:
+    """Return the settings to try: with gradient checkpointing of nothing first, with that of all layers last."""
+    actor = config.actor
+    trainer = config.trainer
+    is_megatron = trainer.backend == "megatron"
+    is_set = is_megatron and trainer.megatron_config.recompute_granularity != "auto"
+    if actor.enable_gradient_checkpointing != "auto" or is_set:
+        return [config]
+    shares: list[float] = []
+    if not is_megatron:
+        num_layers = shape_of(model).workload.num_hidden_layers
+        counts = {-(-num_layers * part // _PARTS) for part in range(1, _PARTS)} - {num_layers}
+        shares = [count / num_layers for count in sorted(counts)]
+    choices = [
+        replace(config, actor=replace(actor, enable_gradient_checkpointing=share))
+        for share in (False, *shares, True)
+    ]
+    if is_megatron:
+        selective = {**trainer.megatron, "recompute_granularity": "selective"}
+        choices.insert(1, replace(config, trainer=replace(trainer, megatron=selective)))
+    return choices
 
 
 def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
@@ -302,14 +310,16 @@ def summarize_plan(plan: DevicePlan, device: Device) -> list[str]:
 
 
 def describe_checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
-    """Return a line with the layers that gradient checkpointing which was auto computes again, if there are any."""
+    """Return a line with what gradient checkpointing which was auto computes again, if there is anything."""
     actor = config.actor
-    if not is_auto or actor.has_checkpointing is not True:
+    what = ""
+    if actor.has_checkpointing is True:
+        what = f"{actor.checkpointed_layers:.0%} of the layers, as few as fit"
+    elif config.trainer.megatron.get("recompute_granularity") == "selective":
+        what = "MLPs and experts, which is enough"
+    if not is_auto or not what:
         return []
-    return [
-        f"gradient checkpointing of {actor.checkpointed_layers:.0%} of the layers, as few as fit "
-        "(actor.enable_gradient_checkpointing auto)"
-    ]
+    return [f"gradient checkpointing of {what} (actor.enable_gradient_checkpointing auto)"]
 
 
 def list_sizes(items: Mapping[str, float]) -> str:
@@ -370,8 +380,9 @@ def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     parallel = trainer.parallel
     is_megatron = trainer.backend == "megatron"
     is_checkpointed = config.actor.has_checkpointing
-    if is_megatron and trainer.megatron_config.recompute_granularity != "auto":
-        is_checkpointed = trainer.megatron_config.recompute_granularity == "full"
+    granularity = trainer.megatron_config.recompute_granularity
+    if is_megatron and granularity != "auto":
+        is_checkpointed = granularity == "full"
     elif is_checkpointed == "auto":
         is_checkpointed = policy.num_parameters >= LARGE_MODEL
     return TrainingLayout(
@@ -404,6 +415,7 @@ def _training_state(config: TrainConfig, policy: ModelShape, device: Device) -> 
         moments=moments,
         adapter_parameters=adapters,
         checkpointed_share=actor.checkpointed_layers,
+        recomputes_mlps=config.trainer.megatron_config.recompute_granularity == "selective",
         activation_offload=actor.activation_offload,
         fsdp_size=parallel.fsdp_size,
         gradient_sync=gradient_sync,

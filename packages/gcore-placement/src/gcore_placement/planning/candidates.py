@@ -150,8 +150,9 @@ class Candidates:
 
 
 def swap_costs(cluster: Cluster, efficiency: Efficiency, size_bytes: float) -> SwapCosts:
-    """Return the costs of moving `size_bytes` of weights of each device."""
-    host_s = size_bytes / (cluster.device.host_bytes_per_s * efficiency.host)
-    device_s = size_bytes / (cluster.inter_node_bytes_per_s * efficiency.links)
-    fixed_s = efficiency.swap_s
-    return SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
+    """Return the costs of moving `size_bytes` of weights of each device.
+
+    The host memory holds the engines of all roles of a device, so one that gets another role wakes.
+    """
+    seconds = efficiency.swap_s + size_bytes / (cluster.device.host_bytes_per_s * efficiency.host)
+    return SwapCosts(sleep_s=seconds, wake_s=seconds, load_s=seconds)

@@ -63,6 +63,8 @@ class TrainingState(CheckedQuantities):
     0: all are trained. A critic trains all of its own."""
     checkpointed_share: Amount = 1.0
     """Share of the layers that keep only their input, in layouts with gradient checkpointing."""
+    recomputes_mlps: bool = False
+    """MLPs and experts of the other layers keep only their input: selective recomputation of the megatron backend."""
     activation_offload: bool = False
     """Inputs of checkpointed layers wait in the host's memory; two are on the device at a time."""
     gradient_sync: Literal["micro_batch", "update"] = "micro_batch"
@@ -147,7 +149,8 @@ def training_memory(
       micro-batches that the first stage has started (one forward, one backward); with recomputation the layers' inputs
       (table 2);
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
-      recomputation all of one layer's activations where these are more, as logits are gone by then;
+      recomputation all of one layer's activations (of one MLP's, where only these are recomputed) where these are
+      more, as logits are gone by then;
     - the weights of the reference and of teachers, as the policy's are held, in the compute precision.
 
     A micro-batch has N tokens in a mean step, or, with ``fills_budget``, at most in any step.
@@ -202,10 +205,17 @@ def training_memory(
         layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
         checkpointed = layouts.recompute * state.checkpointed_share * layers
         inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
-        whole_layers = (layers - checkpointed) * model.activations_per_token
+        kept = model.activations_per_token
+        if state.recomputes_mlps:
+            kept -= model.mlp_activations_per_token
+        whole_layers = (layers - checkpointed) * kept
         values.append((whole_layers + inputs * model.workload.hidden_size) / layouts.tp)
     largest_layer = max(model.activations_per_token for model in job.trained_models)
-    layer_bytes = activations * compute_bytes * tokens * (largest_layer / layouts.tp)
+    largest_mlp = 0
+    if state.recomputes_mlps:
+        largest_mlp = max(model.mlp_activations_per_token for model in job.trained_models)
+    recomputed = np.where(layouts.recompute, largest_layer, largest_mlp) / layouts.tp
+    recomputed_bytes = activations * compute_bytes * tokens * recomputed
     vocab_size = job.policy.workload.vocab_size / layouts.tp
     chunk = np.minimum(state.max_logits, tokens * vocab_size)
     logits = (MASTER_BYTES * _LOGITS_COPIES + compute_bytes) * chunk
@@ -235,7 +245,7 @@ def training_memory(
         "unsynced gradients": np.max(unsynced, axis=0),
         "activations": activations * compute_bytes * tokens * np.max(values, axis=0),
         "logits": logits,
-        "recomputed layer": np.maximum(layer_bytes - logits, 0.0) * layouts.recompute,
+        "recomputed layer": np.maximum(recomputed_bytes - logits, 0.0),
         "reference": reference,
         "teachers": teachers,
     }

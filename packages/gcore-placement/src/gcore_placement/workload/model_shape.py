@@ -149,12 +149,18 @@ class ModelShape:
         w = self.workload
         outside = 4 * w.hidden_size + w.query_size + w.value_size + w.key_value_size
         outside += 2 * (w.kv_lora_rank + w.q_lora_rank) + w.qk_rope_head_dim
+        return outside + self.mlp_activations_per_token
+
+    @property
+    def mlp_activations_per_token(self) -> int:
+        """Those of `activations_per_token` of the mean layer's MLP or experts, besides their input."""
+        w = self.workload
         dense = 4 * w.intermediate_size
         mixture = (
             w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size)
             + 4 * w.shared_experts_size
         )
-        return outside + -(-self._sum_of_mlps(dense, mixture) // w.num_hidden_layers)
+        return -(-self._sum_of_mlps(dense, mixture) // w.num_hidden_layers)
 
     def adapter_parameters(self, rank: int) -> int:
         """Return the parameters of LoRA adapters of a rank on all linear layers but the head and chosen experts.
