@@ -1,6 +1,6 @@
 """Tiny models, samples, and what they are compared with, for the tests of this folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -19,8 +20,10 @@ from transformers import (
 
 from gcore_rollout.weight_sync.shared_weights import open_weights
 from gcore_trainer import (
+    MegatronConfig,
     OptimizerConfig,
     PackedModel,
+    ParallelConfig,
     PolicyLossConfig,
     PolicyObjective,
     Sample,
@@ -33,6 +36,8 @@ ON_CUDA = [
         not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/gpu"
     ),
 ]
+MegatronStep = tuple[list[dict[str, float]], dict[str, np.ndarray[Any, Any]]]
+"""Metrics of two updates, and the weights after them."""
 VOCAB_SIZE = 96
 WINDOW = 8
 _SIZES: dict[str, Any] = {
@@ -133,3 +138,44 @@ def receive(connection: Connection) -> None:
     del opened
     torch.cuda.synchronize()
     connection.send(seen)
+
+
+def train_megatron(
+    rank: int,
+    num_ranks: int,
+    device: str,
+    rendezvous: str,
+    path: Path,
+    settings: Mapping[str, MegatronConfig],
+    connection: Connection,
+) -> None:
+    """Make two updates under each setting, on a rank of a process of its own; the first one sends the steps."""
+    # An image may lack Megatron-Core.
+    from gcore_trainer import MegatronTrainer
+
+    torch.set_num_threads(1)
+    backend = "gloo"
+    place = torch.device(device)
+    if device == "cuda":
+        backend = "nccl"
+        place = torch.device("cuda", rank)
+        torch.cuda.set_device(place)
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=num_ranks)
+    steps: dict[str, MegatronStep] = {}
+    for name, config in settings.items():
+        trainer = MegatronTrainer(
+            path,
+            parallel=ParallelConfig(),
+            # With a smaller eps, an entry whose gradient is rounding error moves by whole steps of the rate.
+            optimizer=OptimizerConfig(lr=1e-3, eps=1e-5),
+            objective=PolicyObjective(PolicyLossConfig()),
+            megatron=config,
+            device=place,
+        )
+        replica = SAMPLES[trainer.data_parallel_rank :: trainer.data_parallel_size]
+        metrics = [trainer.train_step([replica[:2], replica[2:]]) for _ in range(2)]
+        weights = {key: weight.cpu().numpy() for key, weight in trainer.export_weights()}
+        steps[name] = metrics, weights
+    if rank == 0:
+        connection.send(steps)
+    dist.destroy_process_group()

@@ -174,7 +174,8 @@ class ActorConfig(AdapterConfig, section="actor"):
     enable_gradient_checkpointing: Annotated[bool | float | Literal["auto"], _SHARE] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
     a share, such as 0.5: of the first layers, so many; for torch. auto: where a GPU of this machine is planned for, as
-    few of the layers as fit; otherwise on CUDA for models of a billion parameters or more."""
+    few of the layers as fit (with megatron, MLPs and experts alone if that is enough); otherwise on CUDA for models of
+    a billion parameters or more."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """optimizer: optimizer states are in host memory, and updates run on the CPU: 6 instead of 18 bytes a bfloat16
     parameter on the device. all: parameters and gradients, too, while another model of the run is in use (the critic,

@@ -153,7 +153,7 @@ class ModelShape:
 
     @property
     def mlp_activations_per_token(self) -> int:
-        """Those of `activations_per_token` of the mean layer's MLP or experts, besides their input."""
+        """Numbers of a token that the backward pass of the mean layer's MLP or experts needs, besides their input."""
         w = self.workload
         dense = 4 * w.intermediate_size
         mixture = (
