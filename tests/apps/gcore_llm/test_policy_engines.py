@@ -236,6 +236,23 @@ def test_speculation_in_a_process(vllm_cli: Cli, own_args: list[str]) -> None:
     assert [row["completion"] for row in guessed] == [row["completion"] for row in plain]
 
 
+@pytest.mark.slow
+def test_responses_in_fp8_are_corrected(vllm_cli: Cli, own_args: list[str]) -> None:
+    """Weights, keys and values of the engine, in each step; log-probs differ from the trainer's, and are weighted."""
+    options = ["--dtype", "bfloat16", "--rollout.engine", "vllm", "--rollout.engine-options"]
+    options += ["quantization=fp8_per_channel", "kv_cache_dtype=fp8"]
+    options += ["--algorithm.old-log-probs", "trainer"]
+    options += ["--algorithm.rollout-correction.rollout-is", "token"]
+    # vLLM says one thing and another as it starts.
+    assert vllm_cli(*own_args, *options).code == 0
+    run = vllm_cli.cwd / "runs/default"
+    for row in step_rows(run):
+        assert 1e-5 < row["training/rollout_probs_diff_mean"] < 0.1
+        assert row["rollout_corr/rollout_is_max"] > 1.0001
+        assert row["actor/grad_norm"] > 0
+    assert "tensors cannot be compared with the trainer's" in (run / "logs/main.log").read_text()
+
+
 @pytest.fixture(scope="module")
 def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with vllm_server(tiny, tmp_path_factory.mktemp("vllm")) as address:
@@ -427,6 +444,14 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         (
             ["--rollout.engine-options", "quantization=fp8"],
             "rollout.engine_options has 'quantization'; expected some of decode_mode, kv_cache_bytes with engine 'hf'",
+        ),
+        (
+            ["--rollout.engine", "vllm", "--rollout.engine-options", "quantization=fp8"],
+            "rollout.engine_options.quantization is 'fp8'; expected none without algorithm.rollout_correction, such as",
+        ),
+        (
+            ["--rollout.engine", "vllm", "--rollout.engine-options", "kv_cache_dtype=fp8"],
+            "rollout.engine_options.kv_cache_dtype is 'fp8'; expected none without algorithm.rollout_correction",
         ),
         (
             ["--rollout.engine", "vllm", "--rollout.engine-options", "quantisation=fp8"],

@@ -398,6 +398,12 @@ class TrainConfig(BaseRLConfig):
         self.distillation.check_with(
             algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated
         )
+        option = rollout.low_precision_option
+        if option and not algorithm.rollout_correction.is_active:
+            raise UserError(
+                f"rollout.engine_options.{option} is {rollout.engine_options[option]!r}; expected none without "
+                "algorithm.rollout_correction, such as rollout_is 'token' with algorithm.old_log_probs 'trainer'"
+            )
         self._check_memory_settings()
         has_adapters = self.actor.lora_rank > 0
         if trainer.megatron_config.overlap_param_gather is True and has_adapters:

@@ -504,7 +504,8 @@ def test_arguments_of_vllm() -> None:
         "quantization=fp8",
         "expert_parallel_size=2",
     )
-    conversion = from_verl(N8, *(f"{ROLLOUT}.{option}" for option in options))
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    conversion = from_verl(N8, correction, *(f"{ROLLOUT}.{option}" for option in options))
     expected = {
         "gpu_memory_utilization": 0.5,
         "max_num_batched_tokens": 8192,

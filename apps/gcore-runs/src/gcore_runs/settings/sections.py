@@ -63,6 +63,9 @@ _BOUNDED_OPTIONS = {
     ),
 }
 """Engine options whose values are checked before an engine is started."""
+_LOW_PRECISION = ("quantization", "kv_cache_dtype")
+"""Options of vLLM and SGLang by which an engine computes in fewer bits than the trainer."""
+_TRAINER_PRECISION = (None, "", "auto", "bfloat16", "bf16", "float16", "half", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,6 +472,15 @@ class LocalEngineConfig(Checked):
         if not isinstance(speculation, Mapping):
             return ""
         return str(speculation.get("model", ""))
+
+    @property
+    def low_precision_option(self) -> str:
+        """The first engine option by which it computes in fewer bits than the trainer; empty: there is none."""
+        if self.kind.library_options:
+            for name in _LOW_PRECISION:
+                if self.engine_options.get(name) not in _TRAINER_PRECISION:
+                    return name
+        return ""
 
     @property
     def max_num_batched_tokens(self) -> int | None:

@@ -31,7 +31,7 @@ def held_tensors(
     is_tied: bool,
     names: Sequence[str] | None,
 ) -> list[HeldTensor]:
-    """Digest the weights of a model on one device, but for those that vLLM keeps in layouts unknown here.
+    """Digest the weights of a model on one device, but for quantized ones and those in layouts unknown here.
 
     A tied head is reported as a tensor of its own.
 
@@ -195,6 +195,9 @@ def _read_parameter(module: Any, name: str) -> torch.Tensor:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     parameter: torch.Tensor = getattr(module, name)
+    if parameter.itemsize == 1:
+        # Rounded, so it equals no published tensor.
+        raise AttributeError(f"{name} is quantized to {parameter.dtype}")
     if not (isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "cpu_linear")):
         return parameter
     layer: Any = module
