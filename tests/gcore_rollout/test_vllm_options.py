@@ -13,9 +13,11 @@ from engine_oracles import (
     VLLM_IMPORT_WARNINGS,
     TinyModel,
     collect,
+    engine_args,
     errors,
     make_engine,
     make_request,
+    overlap_steps,
     reference_after_swap,
     until_sampled,
 )
@@ -52,14 +54,6 @@ DENSE: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 MIXTURE: dict[str, Any] = DENSE | {"num_experts_per_tok": 2}
-
-
-def engine_args() -> Any:
-    """Return vLLM's class of arguments, imported as the engine does, without its compiled helpers."""
-    process.set_environment()
-    with torch._dynamo.config.patch(disable=True):  # pyright: ignore[reportPrivateUsage] - it has no public name
-        from vllm import EngineArgs
-    return EngineArgs
 
 
 @pytest.mark.parametrize(
@@ -106,21 +100,17 @@ def test_weights_of_another_model_are_not_published(tmp_path: Path) -> None:
 
 
 def test_options_by_device() -> None:
-    asked: dict[str, Any] = {
-        "gpu_memory_utilization": 0.4,
-        "async_scheduling": True,
-        "enable_sleep_mode": True,
-    }
+    asked: dict[str, Any] = {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True}
     on_gpu, on_cpu = device_options(on_cpu=False, **asked), device_options(on_cpu=True, **asked)
     assert on_gpu["gpu_memory_utilization"] == 0.4
     assert not on_gpu["enforce_eager"], "CUDA graphs"
     assert (
         on_gpu["enable_chunked_prefill"]
+        is on_gpu["async_scheduling"]
         is on_gpu["max_num_batched_tokens"]
         is on_gpu["kv_cache_memory_bytes"]
         is None
-    )
-    assert on_gpu["async_scheduling"]
+    ), "vLLM's choice"
     assert on_gpu["enable_sleep_mode"]
     assert "gpu_memory_utilization" not in on_cpu
     assert on_cpu["enforce_eager"]
@@ -132,6 +122,7 @@ def test_options_by_device() -> None:
         is False
     )
     chosen: dict[str, Any] = {
+        "async_scheduling": False,
         "enforce_eager": True,
         "kv_cache_memory_bytes": 5,
         "max_num_batched_tokens": 7,
@@ -288,14 +279,7 @@ def _places(model: torch.nn.Module) -> dict[str, int]:
 @pytest.mark.slow
 async def test_steps_that_overlap(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, where vLLM turns it off: tokens have the version that drew them, and no step is in flight in a pause."""
-    create: Callable[..., Any] = engine_args().create_engine_config
-
-    def with_overlap(arguments: Any, *context: Any) -> Any:
-        config = create(arguments, *context)
-        config.scheduler_config.async_scheduling = True
-        return config
-
-    monkeypatch.setattr(engine_args(), "create_engine_config", with_overlap)
+    overlap_steps(monkeypatch)
     engine: Any = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[])
     queue = engine._engine.engine_core.engine_core.batch_queue
 

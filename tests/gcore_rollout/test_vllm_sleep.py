@@ -12,6 +12,7 @@ from engine_oracles import (
     errors,
     make_engine,
     make_request,
+    overlap_steps,
 )
 
 from gcore_rollout import RolloutError
@@ -75,8 +76,13 @@ class Sleeper:
         assert max(errors(model, [request], await collect(self.engine, request))) < 1e-5
 
 
-@pytest.fixture
-def sleeper(untied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Sleeper:
+@pytest.fixture(params=["one by one", "overlapping"])
+def sleeper(
+    request: pytest.FixtureRequest, untied: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> Sleeper:
+    """An engine whose steps overlap, as on a GPU by default, or do not."""
+    if request.param == "overlapping":
+        overlap_steps(monkeypatch)
     # The head is not tied, because on CPU a tied one has to be packed again, which the path of a GPU leaves out.
     engine: Any = make_engine("vllm", untied)
     from vllm import device_allocator

@@ -141,7 +141,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         max_num_batched_tokens: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         enforce_eager: bool | None = None,
-        async_scheduling: bool = False,
+        async_scheduling: bool | None = None,
         seed_per_sample: bool | None = None,
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
@@ -167,7 +167,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             eos_token_ids: default: those of the model's generation config.
             enforce_eager: no compilation and no CUDA graphs; default: on CPU, where compiling costs more than it saves.
             async_scheduling: on a GPU, prepare a step while the one before it runs. `pause`, `sleep` and
-                `update_weights` first take in the step that runs.
+                `update_weights` first take in the step that runs. Default: unless ``speculative_config`` has a method
+                that guesses on the host, such as ngram.
             seed_per_sample: each sample has a seed of its own, which determines it up to rounding. Default: on CPU, and
                 on a GPU where vLLM runs its second model runner; with the first one a step gets slower with each seed.
             recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
@@ -482,13 +483,15 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             return
         from vllm.v1.core.sched.interface import PauseState
 
+        # It is paused already while keys and values are asleep.
+        before: PauseState = core.scheduler.pause_state
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
             # Meanwhile steps are of no tokens.
             while any(step.total_num_scheduled_tokens for _, step, _ in core.batch_queue):
                 self._take_in(self._engine.step())
         finally:
-            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+            core.scheduler.set_pause_state(before)
 
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
         removed = {

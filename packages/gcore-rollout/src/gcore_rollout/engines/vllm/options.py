@@ -19,7 +19,7 @@ def device_options(
     kv_cache_memory_bytes: int | None = None,
     max_num_batched_tokens: int | None = None,
     enforce_eager: bool | None = None,
-    async_scheduling: bool = False,
+    async_scheduling: bool | None = None,
     enable_sleep_mode: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of vLLM's `EngineArgs` that depend on the device; see `VLLMEngine.from_pretrained`.
@@ -50,8 +50,8 @@ def device_options(
         # None: vLLM's choice for the device and the usage context.
         "max_num_batched_tokens": max_num_batched_tokens,
         "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
-        # vLLM's step on CPU ends before the next one is scheduled, in any case.
-        "async_scheduling": async_scheduling and not on_cpu,
+        # None: wherever vLLM can. Its step on CPU ends before the next one is scheduled, in any case.
+        "async_scheduling": False if on_cpu else async_scheduling,
         "enable_sleep_mode": enable_sleep_mode and not on_cpu,
         # New weights never come for a draft model.
         "sleep_preserve_parameter_names": ["draft.*"],
