@@ -90,6 +90,17 @@ def planned(cluster: Cluster, job: Job) -> Plan | None:
         return None
 
 
+def test_replicas_wake_when_they_change_their_role() -> None:
+    """Plans hold the weights of all roles in the host's memory, and less of it is refused."""
+    job = make_job(QWEN_7B, judge=QWEN_7B)
+    found = plan(make_cluster(16), job, strategy="dynamic")
+    swap = found.costs.swap
+    assert swap.load_s == swap.wake_s > Efficiency().swap_s
+    weights_bytes = found.memory["generation"]["weights"] + found.memory["reward"]["weights"]
+    with pytest.raises(PlacementError):
+        plan(make_cluster(16, host_memory_bytes=0.9 * weights_bytes), job, strategy="dynamic")
+
+
 @settings(max_examples=25)
 @given(cluster=clusters, job=jobs)
 def test_a_plan_fits(cluster: Cluster, job: Job) -> None:

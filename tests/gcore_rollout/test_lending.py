@@ -207,6 +207,20 @@ async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyMode
     assert cluster.lines == []
 
 
+async def test_an_engine_that_was_lent_before_is_lent_first(tied: TinyModel) -> None:
+    """It may have an engine of that model asleep."""
+    cluster = Cluster(tied, (3, 1), num_loans=1)
+    await collect(cluster.judge, *requests_of(24, "j"))
+    cluster.all.arrange([3, 1])
+    await cluster.all.settle()
+    await cluster.pools[0].add(cluster.make("engine 3"))
+    cluster.rule.num_loans = 2
+    await collect(cluster.judge, *requests_of(24, "k"))
+    lent = ("engine 2", 0, 1)
+    assert cluster.lent == [lent, ("engine 2", 1, 0), lent]
+    await cluster.close()
+
+
 async def test_several_engines_are_on_their_way_at_a_time(tied: TinyModel) -> None:
     cluster = Cluster(tied, (1, 4), num_loans=3)
     cluster.rule.at_a_time = 2

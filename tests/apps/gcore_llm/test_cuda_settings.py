@@ -1,5 +1,6 @@
 """What a run does on a machine with GPUs before and besides training: its settings, its plan, its metrics."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from gcore_llm.sampling import engine_factory
 from gcore_llm.sections import JudgeConfig, RewardModelConfig
 from gcore_placement import Device, PlacementError
 from gcore_runs import UserError, resolve
+from gcore_runs.on_ray import holds_asleep
 from gcore_runs.settings.sections import PlacementConfig
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -131,6 +133,29 @@ def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) ->
         resolve(config(tiny, runtime="ray", rollout=on_gpus.rollout, reward_model=judge)).strategy
         == "dynamic"
     )
+
+
+def test_engines_of_all_roles_sleep_where_half_of_each_nodes_memory_holds_them(tiny: Path) -> None:
+    """For as many engines as the node has devices for; nodes without devices do not count."""
+    judge = RewardModelConfig(kind="judge", path=str(tiny), judge=JudgeConfig(num_processes=1))
+    on_gpus = config(
+        tiny,
+        device="cuda",
+        runtime="ray",
+        rollout=RolloutConfig(num_processes=3),
+        reward_model=judge,
+    )
+    assert on_gpus.engines_sleep, "vLLM needs its sleep mode for that"
+    head = {"CPU": 64.0, "memory": 1e9}
+    node = {"CPU": 64.0, "GPU": 8.0, "memory": 80e9}
+    assert holds_asleep([head, node], on_gpus, 10e9), "of 4 engines"
+    assert not holds_asleep([head, node], on_gpus, 10.1e9)
+    assert holds_asleep([head, {**node, "GPU": 2.0}], on_gpus, 20e9)
+    assert not holds_asleep([node, {**node, "memory": 70e9}], on_gpus, 10e9)
+    assert not holds_asleep([node], on_gpus, math.inf)
+    on_cpu = replace(on_gpus, device="cpu", placement=PlacementConfig(strategy="dynamic"))
+    assert not holds_asleep([head], on_cpu, 1e9)
+    assert holds_asleep([head], on_cpu, 1e8)
 
 
 def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

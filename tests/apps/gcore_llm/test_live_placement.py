@@ -625,7 +625,10 @@ def test_engines_of_three_roles_go_where_a_run_needs_them(
 
 @pytest.mark.slow
 def test_idle_engines_judge_within_a_step(cli: Cli, judged: list[str]) -> None:
-    """Engines of the policy help a slow judge while its queue lasts; one is killed there, and no verdict is lost."""
+    """Engines of the policy help a slow judge while its queue lasts; one is killed there, and no verdict is lost.
+
+    Those of the policy sleep meanwhile, and none is made again.
+    """
     (cli.cwd / "slow.py").write_text(SLOW)
     args = option_set(
         option_set(judged, "--trainer.total-training-steps", "1"), "--reward-model.judge.n", "3"
@@ -646,11 +649,14 @@ def test_idle_engines_judge_within_a_step(cli: Cli, judged: list[str]) -> None:
         )
 
     command.wait_until(lambda: len(lent()) > 0)
-    its_log = (run / f"logs/{lent()[0].replace(' ', '-')}.log").read_text()
-    os.kill(int(re.findall(r"process (\d+) on", its_log)[-1]), signal.SIGKILL)
+    its_log = run / f"logs/{lent()[0].replace('engine ', 'engine_as_judge-')}.log"
+    os.kill(int(re.findall(r"process (\d+) on", its_log.read_text())[-1]), signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished
-    assert f"{lent()[0]} is gone: engine actor, process" in finished.out
+    assert f"{lent()[0]} is gone: engine process" in finished.out
+    for number in range(3):
+        log_of_policy = (run / f"logs/engine-{number}.log").read_text()
+        assert len(re.findall(r"process \d+ on \S+ begins", log_of_policy)) == 1
     assert_same_metrics(run, cli.cwd / "runs/inline")
     assert sum(row.get("placement/lent", 0.0) for row in read_rows(run / "metrics.jsonl")) >= 2
     stages = [

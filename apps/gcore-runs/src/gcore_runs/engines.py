@@ -202,7 +202,17 @@ def _vllm_may_sleep(config: "BaseRunConfig") -> bool:
         config.engines_sleep or config.rollout.colocated
     ):
         return False
+    return any(_SLEEP_MODE in engine.kind.own_options for engine in _local_engines(config))
+
+
+def list_preloads(config: "BaseRLConfig") -> tuple[str, ...]:
+    """Return the modules that processes of the policy's engines and the judges' need."""
+    modules: dict[str, None] = {}
+    for engine in _local_engines(config):
+        modules.update(dict.fromkeys(engine.kind.preload))
+    return tuple(modules)
+
+
+def _local_engines(config: "BaseRLConfig") -> list[LocalEngineConfig]:
     engines: list[Any] = [config.rollout, *config.judges.values()]
-    return any(
-        _SLEEP_MODE in e.kind.own_options for e in engines if isinstance(e, LocalEngineConfig)
-    )
+    return [engine for engine in engines if isinstance(engine, LocalEngineConfig)]

@@ -1,13 +1,16 @@
 """A run on Ray: gcore-controller's backend with a run's engines, their placement from step to step, and its logs."""
 
 import asyncio
+import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import ray
 
 from gcore_controller import (
     LENT,
@@ -36,7 +39,13 @@ from gcore_rollout import (
 )
 from gcore_runs import BaseRLConfig, RunJob
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
-from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
+from gcore_runs.engines import (
+    Instrumentation,
+    allocator_variables,
+    engines_in_turns,
+    lending_of,
+    list_preloads,
+)
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.logs import announce_slow_calls, log_to, logged, logs_of
 from gcore_runs.node_logs import NodeLogs
@@ -104,6 +113,7 @@ async def start_ray_backend(
     checkpoints: Path,
     announce: Callable[[str], None] | None = None,
     connect_policy: ConnectPolicy[ConfigT] | None = None,
+    weights_bytes: float = math.inf,
 ) -> RayBackend[JobT, ConfigT]:
     """Start the actors of all roles, on the cluster that the config names or a new one on this machine.
 
@@ -114,6 +124,8 @@ async def start_ray_backend(
         trainer_spec: the training ranks for given settings.
         run_controller: called in the process of each controller, for every job.
         connect_policy: called there, too, where the config has no engines of the policy.
+        weights_bytes: those of an engine of each role together. Where the nodes' memory holds them for all engines, one
+            that gets another role keeps its engine of the former one, asleep.
 
     Raises:
         ClusterError: the cluster lacks the capacity.
@@ -126,14 +138,24 @@ async def start_ray_backend(
         factories[LENT] = engine
 
     def factory(role: ActorRole, config: ConfigT, process: tuple[ActorRole, int]) -> EngineFactory:
-        return partial(
-            logged, logs, *process, partial(_with_allocator, config, factories[role](config))
-        )
+        name, number = process
+        if name != role:
+            # A process of its own, which may be there at the same time.
+            name = f"{name}_as_{role}"
+        make = partial(_with_allocator, config, factories[role](config))
+        return partial(logged, logs, name, number, make)
 
+    changes_role = STRATEGIES[config.strategy].follows_load and bool(judges)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     engines = RoleActors(
         list(factories),
         factory,
-        start=EngineHandle.start,
+        start=partial(
+            EngineHandle.start,
+            changes_role=changes_role,
+            keeps_asleep=changes_role and holds_asleep(nodes, config, weights_bytes),
+            preload=list_preloads(config),
+        ),
         end=EngineHandle.end,
         put_to_sleep=EngineHandle.sleep,
         connect=RayEngine[Any, Any].connect,
@@ -153,6 +175,25 @@ async def start_ray_backend(
         after_end=NodeLogs(logs).collect,
     )
     return await backend.start()
+
+
+def holds_asleep(
+    nodes: Iterable[Mapping[str, float]], config: BaseRLConfig, weights_bytes: float
+) -> bool:
+    """Return whether the memory of each node holds ``weights_bytes`` for each of its engines, as plans demand it.
+
+    Half of it is for ranks and checkpoints. ``nodes`` have the amounts of resources by Ray's names; their memory is
+    without that of the object store.
+    """
+    size = config.devices_per_engine
+    device, amount = "CPU", float(size)
+    if config.device.startswith("cuda"):
+        device, amount = "GPU", config.ray.gpus_per_engine * size
+    for node in nodes:
+        num_engines = min(config.sizes.num_engine_places, node.get(device, 0.0) // amount)
+        if num_engines and num_engines * weights_bytes > node.get("memory", 0.0) / 2:
+            return False
+    return True
 
 
 def _with_allocator(config: BaseRLConfig, make: EngineFactory) -> Engine[Any, Any]:

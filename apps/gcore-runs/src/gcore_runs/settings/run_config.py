@@ -234,9 +234,10 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     @property
     def engines_sleep(self) -> bool:
-        """True if engines are asleep while the trainer, or those of the other role, work."""
+        """True if engines are asleep while the trainer, or those of another role, work."""
         shares_ranks = self.takes_turns or self.lends_ranks
-        return shares_ranks or self.strategy == "auto" or STRATEGIES[self.strategy].is_time_shared
+        traits = STRATEGIES[self.strategy]
+        return shares_ranks or traits.follows_load or traits.is_time_shared
 
     @property
     def num_engines(self) -> int:

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from gcore_rollout.engines.instrumented import DeviceLease, InstrumentedEngine
 from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.engines.replica import name_of
 from gcore_rollout.engines.replicas import EngineReplicas
 from gcore_rollout.errors import EngineDiedError
 
@@ -181,6 +183,8 @@ class LendingEngines(DeviceLease):
         self._arranged_counts: Sequence[int] | None = None
         """Engines that each model is to have once all are awake; None: as many as it has."""
         self._has_failed = False
+        self._known: defaultdict[str, set[int]] = defaultdict(set)
+        """The models that each engine, by its name, has served: it may have an engine of theirs, asleep."""
 
     @property
     def is_sampling(self) -> bool:
@@ -278,7 +282,11 @@ class LendingEngines(DeviceLease):
             )
             if loan is not None:
                 giver, taker, count = loan
-                for engine in spare[giver][:count]:
+                # Those first that only have to wake.
+                ready = sorted(
+                    spare[giver], key=lambda engine: taker not in self._known[name_of(engine)]
+                )
+                for engine in ready[:count]:
                     self._start(self._move(engine, giver, taker))
 
     async def _move(self, engine: Engine[Any, Any], giver: int, taker: int) -> None:
@@ -292,7 +300,7 @@ class LendingEngines(DeviceLease):
         source = self._pools[giver]
         target = self._pools[taker]
         start_s = time.monotonic()
-        name: str = getattr(engine, "name", "an engine")
+        name = name_of(engine)
         try:
             await source.remove(engine, drain=False)
         except ValueError:
@@ -311,5 +319,6 @@ class LendingEngines(DeviceLease):
             owner.start_replacement(name)
             return
         seconds = time.monotonic() - start_s
+        self._known[name] |= {giver, taker}
         self._report_loan(seconds)
         _logger.info("%s has changed its model within the step, in %.2f s", name, seconds)

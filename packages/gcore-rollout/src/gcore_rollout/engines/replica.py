@@ -95,6 +95,11 @@ class PoolCall(Call[SampleT], Generic[RequestT, SampleT]):
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+def name_of(engine: Engine[Any, Any]) -> str:
+    """Return the name of an engine, for messages."""
+    return getattr(engine, "name", "an engine")
+
+
 def start_task(
     tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]
 ) -> "asyncio.Task[None]":

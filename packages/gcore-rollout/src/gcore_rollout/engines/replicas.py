@@ -22,6 +22,7 @@ from gcore_rollout.engines.replica import (
     RequestPart,
     fair_parts,
     find_spare,
+    name_of,
     share_queues,
     start_task,
 )
@@ -436,7 +437,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         """Remove a dead replica, and start its replacement if there is to be one. Idempotent."""
         if replica not in self._replicas:
             return
-        name: str = getattr(replica.engine, "name", "an engine")
+        name = name_of(replica.engine)
         self._losses.append(reason)
         self._depart(replica)
         start_task(self._closing, replica.engine.close())

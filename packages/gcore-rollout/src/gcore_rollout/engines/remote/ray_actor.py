@@ -2,17 +2,20 @@
 
 import asyncio
 import gc
+import logging
+import math
 import os
 import pickle
 import platform
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.session import (
     BEAT_INTERVAL_S,
     CONTROL_PATIENCE,
@@ -25,7 +28,7 @@ from gcore_rollout.engines.remote.session import (
     make_failure,
     updates_weights,
 )
-from gcore_rollout.errors import EngineDiedError
+from gcore_rollout.errors import EngineDiedError, EngineStartError
 
 if TYPE_CHECKING:
     from gcore_rollout.weight_sync.updates import WeightMirror
@@ -34,6 +37,7 @@ _CLIENT_PATIENCE = CONTROL_PATIENCE + 2
 """An actor waits for a silent client this many times as long as it may be silent itself: it hears of no client while a
 call blocks its event loop."""
 _RESTARTED = "it was restarted: connect again"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,40 @@ class _ClientSession(EngineSession):
         return list(tasks.values())
 
 
-class EngineActor:
-    """Runs one engine at a time, for any number of clients; its methods are the actor's."""
+def _call_pickled(factory: bytes) -> Any:
+    return pickle.loads(factory)()
 
-    def __init__(self, num_threads: int | None) -> None:
+
+class EngineActor:
+    """Runs one engine at a time, for any number of clients; its methods are the actor's.
+
+    An engine that another one may follow runs in a process of its own, which ends with it: what a library keeps of an
+    engine in its process, such as vLLM's allocator of sleeping memory, is not there for the next one.
+
+    Args:
+        changes_role: the first engine is such a one; all that follow it are.
+        keeps_asleep: an engine that another one follows sleeps until its factory is asked for again.
+        preload: see `EngineProcess.start`.
+    """
+
+    def __init__(
+        self,
+        num_threads: int | None,
+        *,
+        changes_role: bool = False,
+        keeps_asleep: bool = False,
+        preload: tuple[str, ...] = PRELOAD_HF,
+    ) -> None:
         self._num_threads = num_threads
+        self._keeps_asleep = keeps_asleep
+        self._preload = preload
+        self._needs_process = changes_role
+        """Whether the next engine is in a process of its own."""
         self._factory = b""
         self._incarnation = Incarnation()
         self._engine: AnyEngine | None = None
+        self._sleeping: dict[bytes, AnyEngine] = {}
+        """Engines of other factories, asleep."""
         self._why_dead = _RESTARTED  # to clients of an engine before this one
         self._mirror: WeightMirror | None = None
         self._is_making = asyncio.Lock()
@@ -121,22 +151,72 @@ class EngineActor:
         """Return whether any client's calls other than `Engine.generate` are in progress."""
         return any(session.controls for session in list(self._sessions.values()))
 
-    async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | CallFailed:
-        """Make an engine by this factory in place of any other, again if that failed, and return its incarnation."""
+    async def make(
+        self, factory: bytes, factories: Collection[bytes] = ()
+    ) -> tuple[Incarnation, EngineStats] | CallFailed:
+        """Make an engine by this factory in place of any other, again if that failed, and return its incarnation.
+
+        Engines of ``factories`` alone may be asleep; one of this factory wakes.
+        """
         try:
             async with self._is_making:
                 if factory != self._factory:
-                    await self._end_engine(_RESTARTED)
+                    await self._end_engine(_RESTARTED, keeps=self._factory in factories)
+                    await self._end_sleeping(self._sleeping.keys() - set(factories))
                     self._factory = factory
                 if self._engine is None:
                     start_s = time.monotonic()
-                    self._engine = await make_engine(self._factory, self._num_threads)
+                    self._engine = await self._wake() or await self._make()
                     self._incarnation = replace(
-                        self._incarnation, making_s=time.monotonic() - start_s
+                        self._incarnation,
+                        pid=getattr(self._engine, "pid", os.getpid()),
+                        making_s=time.monotonic() - start_s,
                     )
                 return self._incarnation, self._engine.stats()
         except Exception as error:
             return make_failure(0, error)
+
+    async def _wake(self) -> AnyEngine | None:
+        """Wake the sleeping engine of the factory; None: there is none, or it has died, or its memory is taken."""
+        engine = self._sleeping.pop(self._factory, None)
+        if engine is None:
+            return None
+        try:
+            await engine.wake()
+            # Its last clients may have paused it.
+            await engine.resume()
+        except Exception as error:
+            _logger.warning("an engine did not wake, and is made again: %r", error)
+            await engine.close()
+            return None
+        return engine
+
+    async def _make(self) -> AnyEngine:
+        if not self._needs_process:
+            return await make_engine(self._factory, self._num_threads)
+        try:
+            return await self._start_process()
+        except EngineStartError:
+            # Those that sleep keep some memory of the device.
+            if not self._sleeping:
+                raise
+        await self._end_sleeping(list(self._sleeping))
+        return await self._start_process()
+
+    async def _start_process(self) -> AnyEngine:
+        from gcore_rollout.engines.remote.process import EngineProcess
+
+        return await EngineProcess.start(
+            partial(_call_pickled, self._factory),
+            num_threads=self._num_threads,
+            preload=self._preload,
+            # That of the client counts.
+            start_timeout_s=math.inf,
+        )
+
+    async def _end_sleeping(self, factories: Collection[bytes]) -> None:
+        for factory in factories:
+            await self._sleeping.pop(factory).close()
 
     async def take(
         self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]
@@ -201,12 +281,13 @@ class EngineActor:
                 await self._engine.sleep()
 
     async def close(self) -> None:
-        """Free the engine, before the actor ends."""
-        if self._engine is not None:
-            await self._engine.close()
+        """Free the engines, before the actor ends."""
+        for engine in (self._engine, *self._sleeping.values()):
+            if engine is not None:
+                await engine.close()
 
-    async def _end_engine(self, reason: str) -> None:
-        """Free the engine, which is dead for its clients, for this reason."""
+    async def _end_engine(self, reason: str, *, keeps: bool = False) -> None:
+        """Free the engine, which is dead for its clients, for this reason; ``keeps``: put it to sleep if it may be."""
         if self._engine is None:
             return
         self._why_dead = reason
@@ -220,7 +301,16 @@ class EngineActor:
             await asyncio.gather(*session.abandon_all(reason), return_exceptions=True)
             session.engine = None
             session.outgoing.put_nowait(make_failure(0, EngineDiedError(reason)))
+        if keeps and self._keeps_asleep and self._needs_process:
+            try:
+                await engine.abort()
+                await engine.sleep()
+                self._sleeping[self._factory] = engine
+                return
+            except Exception as error:
+                _logger.warning("an engine could not sleep, and ends: %r", error)
         await engine.close()
+        self._needs_process = True
         del engine
         # Models are held by cycles; free them before the next one is loaded.
         gc.collect()

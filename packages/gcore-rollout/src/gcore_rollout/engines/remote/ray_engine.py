@@ -13,6 +13,7 @@ from uuid import uuid4
 import torch
 
 from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
+from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options
 from gcore_rollout.engines.remote.ray_actor import EngineActor, Incarnation
 from gcore_rollout.engines.remote.session import (
@@ -67,7 +68,16 @@ class EngineHandle:
     """Make the engines of each role that the actor can have; none: it is not to be lent."""
 
     @classmethod
-    def start(cls, factory: Factory, *, num_threads: int | None = None, **options: Any) -> Self:
+    def start(
+        cls,
+        factory: Factory,
+        *,
+        num_threads: int | None = None,
+        changes_role: bool = False,
+        keeps_asleep: bool = False,
+        preload: tuple[str, ...] = PRELOAD_HF,
+        **options: Any,
+    ) -> Self:
         """Start an actor for an engine, which is made by the first `RayEngine.connect`.
 
         It ends with the process that calls this, or by `end`. After any other end Ray restarts it, with a new engine of
@@ -77,13 +87,21 @@ class EngineHandle:
             factory: makes the engine there; a function that Ray can pickle, such as
                 ``partial(HFEngine.from_pretrained, path)``.
             num_threads: of torch on CPU; default: what Ray gives it.
+            changes_role: whether the actor is to have other engines, too, by `lent` or `becoming`. Each is then in a
+                process of its own, a child of the actor's.
+            keeps_asleep: with ``changes_role``, an engine that is followed by one of a `lent` handle sleeps, and wakes
+                when a client connects by its handle again, with the weights that it had. Otherwise it ends.
+            preload: modules that a process of each engine's own needs; see `EngineProcess.start`.
             options: of `ray.remote`, such as num_cpus (default: 1), num_gpus, resources, name and scheduling_strategy.
         """
         check_start_options(num_threads=num_threads)
         make: Any = ray.remote(concurrency_groups={_NEWS: 1})(EngineActor)  # pyright: ignore[reportCallIssue, reportUnknownMemberType]
         fixed = {"max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
         options = {"num_cpus": 1.0, **options, **fixed}
-        return cls(make.options(**options).remote(num_threads), _pickle_factory(factory))
+        actor = make.options(**options).remote(
+            num_threads, changes_role=changes_role, keeps_asleep=keeps_asleep, preload=preload
+        )
+        return cls(actor, _pickle_factory(factory))
 
     def lendable(self, role: str, others: Mapping[str, Factory]) -> "EngineHandle":
         """Return a handle of the same actor, whose engine is of this role, that can also be `lent` to others."""
@@ -97,7 +115,7 @@ class EngineHandle:
         return replace(self, factory=self.factories[role])
 
     def becoming(self, factory: Factory) -> "EngineHandle":
-        """Return a handle of the same actor with another engine, to change its role without a new process.
+        """Return a handle of the same actor with another engine, to change its role on the same device.
 
         The first client that connects by the result ends the current engine, which is then dead for its clients. They,
         too, must connect by the new handle from then on.
@@ -213,7 +231,8 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             try:
                 incarnation = await handle.actor.incarnation.remote()
                 num_starts += 1
-                return incarnation, await handle.actor.make.remote(handle.factory)
+                factories = list(handle.factories.values())
+                return incarnation, await handle.actor.make.remote(handle.factory, factories)
             except ActorUnavailableError:
                 if num_starts == _MAX_STARTS:
                     raise
