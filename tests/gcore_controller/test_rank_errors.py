@@ -168,12 +168,14 @@ def test_a_collective_of_any_group_may_take_as_long_as_a_first_call() -> None:
         make_worker=make_worker,
         num_ranks=1,
         device="cpu",
-        num_threads=torch.get_num_threads(),
+        num_threads=2 * torch.get_num_threads() + 1,
         enter_process=lambda _: None,
         heartbeat_timeout_s=7.0,
     )
     try:
-        worker, _ = join_ranks(spec, 0, HashStore(), "cpu")
+        num_threads = torch.get_num_threads()
+        worker, _ = join_ranks(spec, 0, HashStore(), "cpu", num_here=2)
+        assert torch.get_num_threads() == num_threads, "two ranks of a machine share its threads"
         assert isinstance(worker, _Meshed)
         groups: list[Any] = [dist.group.WORLD, worker.group, *worker.mesh.get_all_groups()]
         for group in groups:

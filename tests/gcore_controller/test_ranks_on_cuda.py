@@ -44,8 +44,9 @@ def test_local_ranks_have_the_gpus_in_turn(
         assert code == 0
         raise Ended
 
-    def joined(own: TrainerSpec, number: int, store: Any, place: str) -> Any:
-        del own, store
+    def joined(own: TrainerSpec, number: int, store: Any, place: str, *, num_here: int) -> Any:
+        del store
+        assert num_here == own.num_ranks
         calls.append(f"rank {number} joins on {place}")
         raise EOFError
 

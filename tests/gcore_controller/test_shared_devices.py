@@ -57,7 +57,7 @@ class Handle:
 
 
 def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
-    assert num_threads == 1
+    assert num_threads == 2, "of four engines, two are on each node, and share 5 threads there"
     return Handle(
         ray.remote(Engine).options(**options, max_restarts=-1).remote(),
         factory,
@@ -89,8 +89,14 @@ def enter(rank: int) -> None:
 
 
 SPEC = TrainerSpec(
-    make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter
+    make_worker=make_worker, num_ranks=4, device="cpu", num_threads=5, enter_process=enter
 )
+
+
+def count_threads(worker: Any) -> int:
+    """A message: the threads of torch in the rank's process."""
+    del worker
+    return torch.get_num_threads()
 
 
 def rank_of(worker: Any) -> int:
@@ -140,13 +146,15 @@ async def test_ranks_with_gpus_of_their_own_are_numbered_by_node_and_gpu() -> No
         assert len(set(own)) == NUM_NODES * GPUS_PER_NODE
         joined = [ray.get(actor.ask.remote(rank_of)) for actor in group.ranks.actors]
         assert joined == [0, 1, 2, 3]
+        threads = [ray.get(actor.ask.remote(count_threads)) for actor in group.ranks.actors]
+        assert threads == [2, 2, 2, 2], "two ranks of a node share its 5 threads"
     finally:
         group.close()
 
 
 async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     reserved = SimpleNamespace(gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=300.0)
-    config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
+    config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=5, sizes=SIZES)
     engines = RoleActors[Any](
         ["engine", "judge"],
         lambda *_: cast(Any, None),

@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator: in all processes of a run, unless the user or vLLM has others."""
+"""Settings of torch's CUDA allocator: in all processes of a run, unless the user has others."""
 
 import os
 from dataclasses import replace
@@ -26,12 +26,10 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cuda:0", {}, EXPANDABLE),
         ("cpu", {}, {}),
-        ("cuda", {"engine": "vllm"}, {}),
-        ("cuda", {"engine": "vllm", "colocated": True}, {}),
-        ("cuda", {"engine": "vllm", "colocated": False}, EXPANDABLE),
+        ("cuda", {"engine": "vllm", "colocated": True}, EXPANDABLE),
     ],
 )
-def test_segments_grow_on_cuda_unless_vllm_may_sleep(
+def test_segments_grow_on_cuda(
     device: str, rollout: dict[str, Any], expected: dict[str, str]
 ) -> None:
     assert (
@@ -53,13 +51,12 @@ def test_engines_that_sleep_are_started_for_it() -> None:
         (apart, False),
         *(
             (replace(apart, placement=PlacementConfig(strategy=strategy)), True)
-            for strategy in ("colocated", "auto")
+            for strategy in ("colocated", "auto", "dynamic")
         ),
-        (replace(apart, placement=PlacementConfig(strategy="dynamic")), False),
     ):
         assert device_options(judge, config) == ({"enable_sleep_mode": True} if sleeps else {})
         assert device_options(config.rollout, config) == {}, "hf needs no mode"
-        assert allocator_variables(config) == ({} if sleeps else EXPANDABLE)
+        assert allocator_variables(config) == EXPANDABLE
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -80,10 +80,12 @@ class Instrumentation:
             return self.instrument(make(), 0)
         names = [(self.role, i) for i in range(count)] + [(LENT, i) for i in range(num_lent)]
 
+        make_engine = partial(_make_next_to_gpus, make) if gpus else make
+
         def make_factory(index: int) -> "Callable[[], Engine[RequestT, SampleT]]":
             if not self.logs:
-                return make
-            return partial(logged, self.logs, *names[index], make)
+                return make_engine
+            return partial(logged, self.logs, *names[index], make_engine)
 
         def wrap(engine: "Engine[RequestT, SampleT]", index: int) -> "Engine[RequestT, SampleT]":
             role, number = names[index]
@@ -102,6 +104,15 @@ class Instrumentation:
 
 
 NO_INSTRUMENTATION = Instrumentation()
+
+
+def _make_next_to_gpus(
+    make: "Callable[[], Engine[RequestT, SampleT]]",
+) -> "Engine[RequestT, SampleT]":
+    from gcore_runs.loop.cpu_binding import bind_to_gpus
+
+    bind_to_gpus()
+    return make()
 
 
 def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
@@ -174,10 +185,10 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
     """Return the environment's variables that set up torch's CUDA allocator in a run's processes.
 
     Rows differ in length, and blocks of fixed sizes would leave memory between them unused: segments that grow leave
-    less. A user's own settings stay; and vLLM's sleep mode refuses such segments, wherever it may be used.
+    less. A user's own settings stay. vLLM has plain segments for what sleeps, whatever these settings are.
     """
     is_set = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
-    if is_set or _vllm_may_sleep(config) or not config.device.startswith("cuda"):
+    if is_set or not config.device.startswith("cuda"):
         return {}
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -193,26 +204,11 @@ def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[
     return options
 
 
-def _vllm_may_sleep(config: "BaseRunConfig") -> bool:
-    """Return whether an engine of the policy or a judge may be started with vLLM's sleep mode."""
-    from gcore_runs.settings.run_config import BaseRLConfig
-
-    # Whether an automatic choice on one GPU is to take turns is known later.
-    if not isinstance(config, BaseRLConfig) or not (
-        config.engines_sleep or config.rollout.colocated
-    ):
-        return False
-    return any(_SLEEP_MODE in engine.kind.own_options for engine in _local_engines(config))
-
-
 def list_preloads(config: "BaseRLConfig") -> tuple[str, ...]:
     """Return the modules that processes of the policy's engines and the judges' need."""
     modules: dict[str, None] = {}
-    for engine in _local_engines(config):
-        modules.update(dict.fromkeys(engine.kind.preload))
-    return tuple(modules)
-
-
-def _local_engines(config: "BaseRLConfig") -> list[LocalEngineConfig]:
     engines: list[Any] = [config.rollout, *config.judges.values()]
-    return [engine for engine in engines if isinstance(engine, LocalEngineConfig)]
+    for engine in engines:
+        if isinstance(engine, LocalEngineConfig):
+            modules.update(dict.fromkeys(engine.kind.preload))
+    return tuple(modules)

@@ -197,8 +197,12 @@ def holds_asleep(
 
 
 def _with_allocator(config: BaseRLConfig, make: EngineFactory) -> Engine[Any, Any]:
-    """Make an engine in an actor, whose environment is its own, after torch's CUDA allocator is set up there."""
+    """Make an engine in an actor, whose environment is its own, next to its GPUs with torch's CUDA allocator set up."""
     os.environ.update(allocator_variables(config))
+    if config.device.startswith("cuda"):
+        from gcore_runs.loop.cpu_binding import bind_to_gpus
+
+        bind_to_gpus()
     return make()
 
 
@@ -215,7 +219,9 @@ async def _run_controller(
     config: BaseRLConfig = job.config
     os.chdir(ctx.roles.folder)
     log_to(logs, "controller", ctx.rank, redirect=True)
-    torch.set_num_threads(max(1, config.threads // ctx.world_size))
+    # They are spread over the nodes.
+    num_here = math.ceil(ctx.world_size / sum(node["Alive"] for node in ray.nodes()))
+    torch.set_num_threads(max(1, config.threads // num_here))
     devices = DeviceTimers(shared=ctx.roles.shared_devices)
     announce = make_announcer(ctx.report)
     instrumentation = Instrumentation(devices=devices, announce=announce)

@@ -57,8 +57,6 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def __init__(self, config: BaseRunConfig, model: Path, checkpoints: Path) -> None:
         del model
-        # A rank on Ray has an environment of its own.
-        os.environ.update(allocator_variables(config))
         self._tiers = _tiers(config, checkpoints)
         self._checkpointer = self._tiers or Checkpointer(
             checkpoints, keep=config.trainer.max_ckpt_to_keep
@@ -204,22 +202,17 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         model: Path,
         checkpoints: Path,
         *,
-        num_threads: int = 0,
         preload: Sequence[str] = (),
     ) -> TrainerSpec:
-        """Return how the training ranks of a run are started, with ``preload``, further modules that local ranks need.
-
-        ``num_threads`` are those of torch in each rank; 0: they share the threads of the run.
-        """
+        """Return how the training ranks of a run are started; local ranks also need the modules of ``preload``."""
         checkpoints = checkpoints.absolute()
-        num_ranks = config.trainer.num_processes
         sends_deltas = isinstance(config, BaseRLConfig) and config.ray.weight_sync == "delta"
         return TrainerSpec(
             make_worker=partial(cls._on_device, config, model.absolute(), checkpoints),
-            num_ranks=num_ranks,
+            num_ranks=config.trainer.num_processes,
             device=config.device,
-            num_threads=num_threads or max(1, config.threads // num_ranks),
-            enter_process=partial(_log, logs_of(checkpoints)),
+            num_threads=config.threads,
+            enter_process=partial(_enter_rank, config, logs_of(checkpoints)),
             put_weights=_put_deltas() if sends_deltas else _put_weights,
             write_weights=_write_weights,
             open_memory=_open_memory,
@@ -267,8 +260,16 @@ def _for_checkpoint(value: Any) -> Any:
     return value
 
 
-def _log(logs: Path, rank: int) -> None:
+def _enter_rank(config: BaseRunConfig, logs: Path, rank: int) -> None:
     log_to(logs, "trainer", rank, redirect=True)
+    # A rank on Ray has an environment of its own.
+    os.environ.update(allocator_variables(config))
+    if config.device.startswith("cuda"):
+        import torch
+
+        from gcore_runs.loop.cpu_binding import bind_to_gpus
+
+        bind_to_gpus(rank % torch.cuda.device_count())
 
 
 def _put_weights(weights: Any, *, version: int, base_version: int | None) -> Any:

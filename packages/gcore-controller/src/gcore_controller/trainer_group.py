@@ -212,7 +212,7 @@ class TrainerSpec:
     device: str
     """Type of the devices, as torch names it."""
     num_threads: int
-    """Threads of torch in each rank."""
+    """Threads of torch that the ranks of a machine share."""
     enter_process: Callable[[int], None]
     """Called with the rank in its process before anything is built, for instance to redirect its output."""
     put_weights: Callable[..., Any] | None = None
@@ -266,9 +266,11 @@ def _check_interfaces() -> None:
 
 
 def join_ranks(
-    spec: TrainerSpec, rank: int, store: Any, device: str
+    spec: TrainerSpec, rank: int, store: Any, device: str, *, num_here: int = 1
 ) -> tuple[TrainerWorker[Any], Joined]:
     """Build the models together with the other ranks, which meet in ``store``, one of torch.distributed's.
+
+    ``num_here`` of them are on this machine.
 
     From here on SIGUSR1 writes the stacks of all threads to the standard error. Once the models are built, a collective
     of any group may take as long as the first call of a stage.
@@ -280,7 +282,7 @@ def join_ranks(
         _world,  # pyright: ignore[reportPrivateUsage]  # nor of the groups of a process
     )
 
-    torch.set_num_threads(spec.num_threads)
+    torch.set_num_threads(max(1, spec.num_threads // num_here))
     faulthandler.register(signal.SIGUSR1, file=2, chain=False)
     _check_interfaces()
     options: dict[str, Any] = {"backend": "gloo"}

@@ -136,7 +136,7 @@ def start_ranks(
     preload = ["gcore_trainer.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
     if ranks.backend == "megatron":
         preload.append("gcore_trainer.megatron.trainer")
-    spec = worker.spec(config, model, checkpoints, num_threads=config.threads, preload=preload)
+    spec = worker.spec(config, model, checkpoints, preload=preload)
     return LocalTrainerGroup(spec, cost_of=partial(sample_flops, workload_of(model)))
 
 

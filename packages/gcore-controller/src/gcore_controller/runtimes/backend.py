@@ -181,7 +181,7 @@ class SizedConfig(Protocol):
 
     @property
     def threads(self) -> int:
-        """Threads of torch that the processes of a role share."""
+        """Threads of torch that the processes of a role share on each machine."""
         ...
 
     @property

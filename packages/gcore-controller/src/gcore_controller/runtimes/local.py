@@ -82,7 +82,7 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole process group; the main process decides
-    os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(max(1, spec.num_threads // spec.num_ranks))
     # Gloo asks for no password: its ports are for this machine alone, whatever address the host's name stands for.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
@@ -93,7 +93,8 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     try:
-        worker, joined = join_ranks(spec, rank, FileStore(str(store), spec.num_ranks), device)
+        meeting = FileStore(str(store), spec.num_ranks)
+        worker, joined = join_ranks(spec, rank, meeting, device, num_here=spec.num_ranks)
         connection.send((None, joined))
         while True:
             message = connection.recv()

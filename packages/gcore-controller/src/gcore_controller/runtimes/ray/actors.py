@@ -1,6 +1,7 @@
 """Ray's actors: calls made together, whose errors say which actor died and of what; those of engines and judges."""
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -411,7 +412,10 @@ class RoleActors(Generic[ConfigT]):
 
     async def _start_actor(self, factory: Factory, config: ConfigT, neighbour: Any) -> Any:
         """Start an actor, on the device of a neighbour if it has one."""
-        num_threads = max(1, config.threads // config.sizes.num_engine_places)
+        num_nodes = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
+        # They are spread over the nodes.
+        num_here = math.ceil(config.sizes.num_engine_places / num_nodes)
+        num_threads = max(1, config.threads // num_here)
         size = config.sizes.devices_per_engine
         if neighbour is not None:
             device = await _wait_for_device(neighbour, config.ray.timeout_s)

@@ -66,7 +66,7 @@ class TrainingRank:
         address = host, self._listener.getsockname()[1]
         return f"process {os.getpid()} on {host}", address, ReservedDevice.of_actor(self)
 
-    def join(self, rank: int, host: str, port: int) -> Joined:
+    def join(self, rank: int, host: str, port: int, num_here: int) -> Joined:
         """See `join_ranks`; ranks meet where rank 0 listens. Ray shows each actor its own GPUs only."""
         self._spec.enter_process(rank)
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
@@ -81,7 +81,7 @@ class TrainingRank:
             master_listen_fd=descriptor,
         )
         device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
-        self._worker, joined = join_ranks(self._spec, rank, store, device)
+        self._worker, joined = join_ranks(self._spec, rank, store, device, num_here=num_here)
         return joined
 
     def ask(self, message: Message) -> Any:
@@ -183,10 +183,10 @@ class RayTrainerGroup(TrainerGroup):
                     locations=[placed[i][0] for i in order],
                 )
                 address = placed[order[0]][1]
-                calls = {
-                    rank: actor.join.remote(rank, *address)
-                    for rank, actor in enumerate(self.ranks.actors)
-                }
+                nodes = [placed[i][2].node for i in order]
+                calls: dict[int, Any] = {}
+                for rank, actor in enumerate(self.ranks.actors):
+                    calls[rank] = actor.join.remote(rank, *address, nodes.count(nodes[rank]))
                 joined = [*(await self.ranks.answers(calls)).values()]
         except TimeoutError:
             raise ClusterError(

@@ -12,6 +12,7 @@ import torch
 from gcore_rollout.engines.servers.local_server import LocalServer
 from gcore_rollout.engines.servers.sglang import SGLangServerEngine
 from gcore_rollout.errors import RolloutError
+from gcore_rollout.weight_sync.shared_weights import without_expandable_segments
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -116,6 +117,9 @@ class SGLangEngine(SGLangServerEngine):
             env["SGLANG_USE_CPU_ENGINE"] = "1"
         elif enable_sleep_mode:
             command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+            # Its memory saver refuses expandable ones.
+            for name in env.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+                env[name] = without_expandable_segments(env[name])
         command += server_args
         folder = Path(
             tempfile.mkdtemp(
