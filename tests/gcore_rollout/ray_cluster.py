@@ -1,7 +1,7 @@
 """A Ray cluster of this machine alone, for tests."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 # Ray reads it on import, which a test module may do before `gcore_rollout.engines.remote.ray_engine` does.
@@ -18,15 +18,22 @@ from ray.cluster_utils import Cluster
 
 
 @contextmanager
-def ray_cluster(*nodes: str) -> Generator[None]:
-    """A cluster with these nodes, each of which has a resource of its name; this process is on the first."""
+def ray_cluster(*nodes: str, store_mb: Mapping[str, int] | None = None) -> Generator[None]:
+    """A cluster with these nodes, each of which has a resource of its name; this process is on the first.
+
+    ``store_mb`` is the size of each object store in MiB, at least 75; default: 100.
+    """
     # Test modules are in no place where a node would find them: what is in these travels with the factories.
     for module in (engine_oracles, fake_engine, slow_hf_engine):
         cloudpickle.register_pickle_by_value(module)  # pyright: ignore[reportPrivateImportUsage]
     cluster = Cluster()
     for node in nodes:
+        store_bytes = (store_mb or {}).get(node, 100) << 20
         cluster.add_node(
-            num_cpus=8, resources={node: 1}, object_store_memory=100 << 20, include_dashboard=False
+            num_cpus=8,
+            resources={node: 1},
+            object_store_memory=store_bytes,
+            include_dashboard=False,
         )
     ray.init(address=cluster.address, log_to_driver=False)
     try:

@@ -84,7 +84,7 @@ def test_weights_are_published_by_the_names_of_the_folder(config: Any, tmp_path:
     saved = load_file(tmp_path / "model.safetensors")
     shapes = process.checkpoint_shapes(tmp_path)
     weights = list(model.state_dict().items())
-    published = process.publish_weights(tmp_path, shapes, weights, is_tied=False)
+    published = dict(process.publish_weights(tmp_path, shapes, weights, is_tied=False))
     assert published.keys() == saved.keys()
     memory = {tensor.untyped_storage().data_ptr() for _, tensor in weights}
     for name, tensor in published.items():

@@ -45,6 +45,25 @@ def test_each_tensor_is_sent_by_one_rank_and_all_send_about_as_much(
     )
 
 
+def test_a_layer_is_sent_by_one_rank() -> None:
+    """Whole layers, to ranks that have sent the least; what has no number is as a layer of its own."""
+    sizes = {
+        "embed": 50,
+        "h.0.a": 40,
+        "h.0.x.7.b": 30,
+        "h.1.a": 60,
+        "h.1.b": 5,
+        "h.10.a": 9,
+        "norm": 1,
+    }
+    weights = {name: torch.zeros(size, dtype=torch.int8) for name, size in sizes.items()}
+    sent: list[list[str]] = []
+    for rank in range(3):
+        part = divide_weights(weights.items(), rank=rank, num_ranks=3)
+        sent.append([name for name, tensor in part if not tensor.is_meta])
+    assert sent == [["embed", "h.10.a", "norm"], ["h.0.a", "h.0.x.7.b"], ["h.1.a", "h.1.b"]]
+
+
 @given(st.lists(models, min_size=1, max_size=3), st.integers(1, 4))
 def test_what_ranks_write_together_is_read(
     updates: list[list[tuple[torch.dtype, list[int]]]], num_ranks: int

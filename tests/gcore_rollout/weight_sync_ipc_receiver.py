@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from gcore_rollout import HFEngine
+from gcore_rollout import HFEngine, VLLMEngine
 from gcore_rollout.weight_sync.shared_weights import SharedCudaWeights, open_weights
 
 GPU = "GPU-of-the-tests"
+OPENED_BY = "TEST_OPENED_BY"
+"""Variable with the path of a file for the numbers of the processes that open `WeightsInFiles`."""
 
 
 def receive(connection: Connection) -> None:
@@ -56,12 +58,24 @@ class WeightsInFiles(SharedCudaWeights):
 
 
 def map_file(path: str) -> torch.Tensor:
+    log = os.environ.get(OPENED_BY)
+    if log:
+        with Path(log).open("a") as pids:
+            pids.write(f"{os.getpid()}\n")
     with Path(path).open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
 class EngineOnTheGPU(HFEngine):
     """It reports the GPU of `WeightsInFiles` as its own."""
+
+    @property
+    def weights_gpu(self) -> str | None:
+        return GPU
+
+
+class RanksOnTheGPU(VLLMEngine):
+    """Its ranks can open `WeightsInFiles`."""
 
     @property
     def weights_gpu(self) -> str | None:

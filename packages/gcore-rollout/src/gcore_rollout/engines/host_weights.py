@@ -1,7 +1,9 @@
 """Weights of a model in host memory while an engine sleeps, or between two calls of a part of it."""
 
 import mmap
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -26,7 +28,7 @@ class HostWeights:
     device: torch.device
     """Where they are when they are not in host memory."""
     _version: int | None = field(default=None, init=False)
-    _block: "_Block | None" = field(default=None, init=False)
+    _block: "HostBlock | None" = field(default=None, init=False)
     _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=list[tuple[torch.Tensor, torch.Tensor]], init=False
     )
@@ -45,12 +47,12 @@ class HostWeights:
         if version != self._version:
             self._version = None
             tensors = self._list_tensors()
-            needed = sum(_padded_bytes(tensor) for tensor in tensors)
+            needed = HostBlock.size_of(tensors)
             if self._block is None or len(self._block) != needed:
                 # Free it before as much is taken again.
                 self._copies = []
                 self._block = None
-                self._block = _Block(needed, is_pinned=self.device.type == "cuda")
+                self._block = HostBlock(needed, is_pinned=self.device.type == "cuda")
             self._copies = list(zip(tensors, self._block.split(tensors), strict=True))
             for tensor, copy in self._copies:
                 copy.copy_(tensor.data, non_blocking=True)
@@ -93,8 +95,11 @@ class HostWeights:
             torch.cuda.synchronize(self.device)
 
 
-class _Block:
-    """Host memory in huge pages where the system has them; pinned pages are unregistered before they are freed."""
+class HostBlock:
+    """Host memory in huge pages where the system has them; pinned pages are unregistered before they are freed.
+
+    If CUDA cannot pin it, copies still work but are slower.
+    """
 
     def __init__(self, size_bytes: int, *, is_pinned: bool = False) -> None:
         self._pages = mmap.mmap(-1, max(1, size_bytes))
@@ -102,10 +107,12 @@ class _Block:
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._size = size_bytes
-        # If pinning fails, copies still work but are slower.
-        self._is_pinned = is_pinned and not int(
-            _cudart().cudaHostRegister(self._bytes.data_ptr(), size_bytes, 0)
-        )
+        self._is_pinned = is_pinned and _pin(self._bytes)
+
+    @staticmethod
+    def size_of(tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of a block for these tensors."""
+        return sum(_padded_bytes(tensor) for tensor in tensors)
 
     def __len__(self) -> int:
         return self._size
@@ -114,7 +121,7 @@ class _Block:
         if getattr(self, "_is_pinned", False):
             _cudart().cudaHostUnregister(self._bytes.data_ptr())
 
-    def split(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def split(self, like: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield a piece of the block for each tensor, of its shape and type."""
         start = 0
         for tensor in like:
@@ -125,6 +132,28 @@ class _Block:
 
 def _padded_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pin(block: torch.Tensor) -> bool:
+    """Register memory with CUDA for fast copies, or warn if that fails."""
+    device = torch.cuda.current_device()
+
+    def register() -> int:
+        torch.cuda.set_device(device)
+        return int(_cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+
+    # CUDA keeps an error for the thread that made it, where torch would raise it at the next kernel.
+    with ThreadPoolExecutor(1) as other_thread:
+        error = other_thread.submit(register).result()
+    if error:
+        # Python shows the same warning once.
+        warnings.warn(
+            f"CUDA cannot pin host memory (cudaHostRegister: error {error}): copies of weights are slower; expected a "
+            "limit of locked memory (ulimit -l) above their size",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not error
 
 
 def _cudart() -> Any:

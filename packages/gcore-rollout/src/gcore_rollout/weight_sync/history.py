@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from gcore_rollout.weight_sync.digests import Digest, Digests, UnmergedWeights, digests_of
-from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy
+from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy, layout_of
 from gcore_rollout.weight_sync.updates import (
     A_OF,
     B_OF,
@@ -46,8 +46,6 @@ class _Update:
     layout: Layout
     """All tensors, changed or not."""
     tensors: WeightReferences
-    size_bytes: int
-    """Bytes of what is sent."""
     scaling: float | None = None
     """Scaling of the adapters among the tensors; None: there are none."""
 
@@ -113,17 +111,15 @@ class WeightHistory:
     @property
     def sent_bytes(self) -> int:
         """Bytes that were sent for the last version."""
-        return self.updates[-1].size_bytes
+        return self.updates[-1].tensors.size_bytes
 
     @property
     def next_base(self) -> int | None:
         """The version that the next changes should be made to; None: the next weights should be whole."""
         changes = self.updates[1:]
-        most_bytes = _MOST_BYTES * self.updates[0].size_bytes
-        if (
-            len(changes) < _MOST_UPDATES
-            and sum(change.size_bytes for change in changes) < most_bytes
-        ):
+        changed_bytes = sum(change.tensors.size_bytes for change in changes)
+        most_bytes = _MOST_BYTES * self.updates[0].tensors.size_bytes
+        if len(changes) < _MOST_UPDATES and changed_bytes < most_bytes:
             return self.version
         return None
 
@@ -138,7 +134,6 @@ class WeightHistory:
             lasts[0],
             layout=layout,
             tensors=WeightReferences.join(last.tensors for last in lasts),
-            size_bytes=sum(last.size_bytes for last in lasts),
         )
         return WeightHistory([update], update.tensors.digests)
 
@@ -204,61 +199,37 @@ class DeltaSender:
         if base_version != self._version:
             base_version = None
         unmerged: UnmergedWeights | None = getattr(weights, "unmerged", None)
+        sent: Iterable[tuple[str, torch.Tensor]]
+        self._version = version
         if unmerged is not None:
-            return self._put_unmerged(unmerged, version=version, base_version=base_version)
-        if base_version is None:
+            sent = unmerged.adapters()
+            if base_version is None:
+                sent = chain(unmerged.frozen(), sent)
+                self._frozen_version = version
+            else:
+                base_version = self._frozen_version
+        elif base_version is None:
             self._sent = {}
-            tensors = WeightReferences.put(self._copy_each(weights))
-            sent = self._sent
+            sent = self._copy_each(weights)
         else:
             changes = make_delta(
                 self._sent, self._copy_each(weights), base_version=base_version, version=version
             )
-            sent = dict(changes.dense)
+            tensors = dict(changes.dense)
             for name, (indices, values) in changes.sparse.items():
-                sent[name + _INDICES] = indices
-                sent[name + _VALUES] = values
-            tensors = WeightReferences.put(sent.items())
-        self._version = version
-        tensors.digests = digests_of(weights)
+                tensors[name + _INDICES] = indices
+                tensors[name + _VALUES] = values
+            sent = tensors.items()
+        references = WeightReferences.put(sent)
+        references.digests = digests_of(weights)
         update = _Update(
             version=version,
             base_version=base_version,
-            layout={name: TensorSpec.of(tensor) for name, tensor in self._sent.items()},
-            tensors=tensors,
-            size_bytes=sum(tensor.nbytes for tensor in sent.values()),
+            layout=layout_of(self._sent),
+            tensors=references,
+            scaling=unmerged and unmerged.scaling,
         )
-        return WeightHistory([update], tensors.digests)
-
-    def _put_unmerged(
-        self, weights: UnmergedWeights, *, version: int, base_version: int | None
-    ) -> WeightHistory:
-        if base_version is None:
-            self._frozen_version = version
-        else:
-            base_version = self._frozen_version
-        size_bytes = 0
-
-        def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal size_bytes
-            for name, tensor in chain(
-                weights.frozen() if base_version is None else (), weights.adapters()
-            ):
-                if not tensor.is_meta:
-                    size_bytes += tensor.nbytes
-                yield name, tensor
-
-        tensors = WeightReferences.put(count_bytes())
-        self._version = version
-        update = _Update(
-            version=version,
-            base_version=base_version,
-            layout={},
-            tensors=tensors,
-            size_bytes=size_bytes,
-            scaling=weights.scaling,
-        )
-        return WeightHistory([update])
+        return WeightHistory([update], references.digests)
 
     def _copy_each(
         self, weights: Iterable[tuple[str, torch.Tensor]]

@@ -1,7 +1,8 @@
 """Layouts of weights: names, data types and shapes, places of tensors in a flat buffer, and the parts of ranks."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Self
 import torch
 
 from gcore_rollout.weight_sync.digests import dtype_name
+from gcore_rollout.weight_sync.staging import stage_each
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT_BYTES = 64
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,13 @@ class TensorSpec:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     def view(self, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the tensor whose bytes start at this place of a flat uint8 buffer, without a copy."""
-        end = start + self.numel * self.dtype.itemsize
-        return buffer[start:end].view(self.dtype).view(self.shape)
+        return buffer[start : start + self.nbytes].view(self.dtype).view(self.shape)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
@@ -97,15 +103,19 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Te
 
 def check_layout(layout: Layout, expected: Layout) -> None:
     """Refuse weights of another layout by a `ValueError`: unknown or missing names, another shape or data type."""
-    unknown = sorted(layout.keys() - expected.keys())
-    missing = sorted(expected.keys() - layout.keys())
-    if unknown or missing:
-        raise ValueError(
-            f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}"
-        )
+    _check_names(layout.keys(), expected.keys())
     for name, spec in layout.items():
         if spec != expected[name]:
             raise ValueError(f"weight {name!r} is {spec}; expected {expected[name]}")
+
+
+def _check_names(names: Set[str], expected: Set[str], match: str = "match") -> None:
+    unknown = sorted(names - expected)
+    missing = sorted(expected - names)
+    if unknown or missing:
+        raise ValueError(
+            f"weights do not {match}: unknown names {unknown[:3]}, missing names {missing[:3]}"
+        )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,17 +134,12 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_shapes(
     shapes: Mapping[str, tuple[int, ...]],
-    new: Mapping[str, torch.Tensor],
+    new: Mapping[str, torch.Tensor] | Layout,
     *,
     optional: frozenset[str],
 ) -> None:
     """Refuse unknown and missing names and other shapes by a `ValueError`; ``optional`` names may be left out."""
-    unknown = sorted(new.keys() - shapes.keys() - optional)
-    missing = sorted(shapes.keys() - new.keys() - optional)
-    if unknown or missing:
-        raise ValueError(
-            f"weights do not match the model: unknown names {unknown[:3]}, missing names {missing[:3]}"
-        )
+    _check_names(new.keys() - optional, shapes.keys() - optional, "match the model")
     for name, tensor in new.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
@@ -151,48 +156,72 @@ def iterate_checked(
     """Yield weights that match the engine's current ones, by `check_shapes`; of tied tensors any one will do.
 
     Args:
+        weights: if they have a ``layout``, all are checked by it, and not kept in memory together.
         at_once: check all before the first is yielded, so that all are in memory together; otherwise one by one.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+    if at_once or hasattr(weights, "layout"):
+        layout, weights = with_layout(weights)
+        check_shapes(shapes, layout, optional=_tied_names(current, layout.keys()))
+        yield from weights
+        return
     names: set[str] = set()
-    unchecked: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         names.add(name)
-        if at_once:
-            unchecked[name] = tensor
-        else:
-            check_shapes(
-                {n: shapes[n] for n in shapes.keys() & {name}}, {name: tensor}, optional=frozenset()
-            )
-            yield name, tensor
+        shape = {n: shapes[n] for n in shapes.keys() & {name}}
+        check_shapes(shape, {name: tensor}, optional=frozenset())
+        yield name, tensor
+    _check_names(names, shapes.keys() - _tied_names(current, names), "match the model")
+
+
+def with_layout(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[Layout, Iterable[tuple[str, torch.Tensor]]]:
+    """Return the layout of weights, and the weights; those that have no ``layout`` are read, and kept in memory."""
+    layout: Layout | None = getattr(weights, "layout", None)
+    if layout is not None:
+        return layout, weights
+    tensors = dict(weights)
+    return layout_of(tensors), tensors.items()
+
+
+def _tied_names(current: Mapping[str, torch.Tensor], names: Set[str]) -> frozenset[str]:
+    """Return the other names of tensors that have one of these names."""
     pointers = {current[name].data_ptr() for name in names & current.keys()}
-    tied = frozenset(
-        name
-        for name, tensor in current.items()
-        if name not in names and tensor.data_ptr() in pointers
-    )
-    unchecked_shapes = {
-        name: shape for name, shape in shapes.items() if at_once or name not in names
-    }
-    check_shapes(unchecked_shapes, unchecked, optional=tied)
-    yield from unchecked.items()
+    tied: set[str] = set()
+    for name, tensor in current.items():
+        if name not in names and tensor.data_ptr() in pointers:
+            tied.add(name)
+    return frozenset(tied)
 
 
 def group_into_buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int
+    weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int, *, whole_layers: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights in buckets of at most this size; a larger tensor is one of its own."""
+    """Yield the weights in buckets of at most this size; a larger tensor is one of its own.
+
+    With ``whole_layers`` a bucket ends with a layer, by which it may be larger.
+    """
     bucket: dict[str, torch.Tensor] = {}
     size = 0
+    layer = ""
     for name, tensor in weights:
-        if bucket and size + tensor.nbytes > size_bytes:
+        may_end = not whole_layers or layer_of(name) != layer
+        if bucket and may_end and size + tensor.nbytes > size_bytes:
             yield bucket
             bucket = {}
             size = 0
         bucket[name] = tensor
         size += tensor.nbytes
+        layer = layer_of(name)
     if bucket:
         yield bucket
+
+
+def layer_of(name: str) -> str:
+    """Return the start of a tensor's name that all tensors of its layer share: up to the first number."""
+    numbered = _LAYER.match(name)
+    return numbered[0] if numbered else name
 
 
 def divide_weights(
@@ -200,12 +229,16 @@ def divide_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights that all ranks have one at a time, those that other ranks send on the meta device.
 
-    The rank with the fewest bytes so far sends the next tensor: all ranks iterate over the same tensors in the same
-    order, and so divide them alike.
+    The rank with the fewest bytes so far sends the next layer: all ranks iterate over the same tensors in the same
+    order, and so divide them alike. Engines that take the ranks' parts one after the other get whole layers.
     """
     sent_bytes = [0] * num_ranks
+    sender = 0
+    layer: str | None = None
     for name, tensor in weights:
-        sender = min(range(num_ranks), key=sent_bytes.__getitem__)
+        if layer_of(name) != layer:
+            layer = layer_of(name)
+            sender = min(range(num_ranks), key=sent_bytes.__getitem__)
         sent_bytes[sender] += tensor.nbytes
         if sender != rank:
             tensor = tensor.to("meta")
@@ -220,10 +253,10 @@ def write_part(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple
     """
     packing = Packing()
     with path.open("r+b", buffering=0) as file:
-        for name, tensor in weights:
+        for name, tensor in stage_each(weights):
             start = packing.place(name, tensor)
             if not tensor.is_meta and tensor.nbytes:
-                flat = tensor.detach().cpu().contiguous().view(-1)
+                flat = tensor.detach().contiguous().view(-1)
                 data = flat.view(torch.uint8).numpy().data
                 while data:
                     written = os.pwrite(file.fileno(), data, start)

@@ -4,6 +4,7 @@ import asyncio
 import mmap
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,12 +17,14 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.weight_sync.digests import DigestedWeights, Digests, digests_of
-from gcore_rollout.weight_sync.layout import Layout, Packing, unpack
+from gcore_rollout.weight_sync.layout import Layout, Packing, TensorSpec, unpack
+from gcore_rollout.weight_sync.staging import stage_each
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name
 
 _settings: list[str] = []
 """The latest settings that were set here, for versions of torch (2.11) that do not say what they are."""
+_EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*(true|1)\b", re.IGNORECASE)
 _MAX_MAPPINGS = 2
 _DEVICE_ARGUMENT = 6
 """Index of the argument of `rebuild_cuda_tensor` that is the sender's number of the device."""
@@ -120,7 +123,7 @@ class SharedWeights:
             memory.layout, memory.size_bytes = write_to(memory.path)
             memory.buffer(memory.size_bytes)
         else:
-            for name, tensor in weights:
+            for name, tensor in stage_each(weights):
                 memory.add(name, tensor)
         self._present = memory
         self.digests = dict(digests_of(weights))
@@ -188,6 +191,11 @@ class SharedWeightsReader:
         while len(self._mappings) > _MAX_MAPPINGS:
             del self._mappings[next(iter(self._mappings))]
         return unpack(mapping, layout)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a view of memory that has been read, and may be written again."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(address == mapping.data_ptr() for mapping in self._mappings.values())
 
 
 class SharedCudaWeights:
@@ -287,7 +295,7 @@ class SharedCudaWeights:
 
 
 class OpenedWeights:
-    """The side of an engine: weights in the memory of another process, to be copied.
+    """The side of an engine: weights in the memory of another process, to be copied. Iterating opens the memory.
 
     The sender must be trusted, as with every pickle. Devices are matched by their UUID, because the two processes may
     number them differently.
@@ -297,9 +305,19 @@ class OpenedWeights:
     """
 
     def __init__(self, handles: bytes) -> None:
-        self._tensors = open_weights(handles)
+        self.handles = handles
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def layout(self) -> Layout:
+        """The specs of all tensors."""
+        layout: dict[str, TensorSpec] = {}
+        for *_, specs in pickle.loads(self.handles):
+            layout.update(specs)
+        return layout
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._tensors = self._tensors or open_weights(self.handles)
         return iter(self._tensors)
 
     def release(self) -> None:
@@ -398,17 +416,7 @@ def plain_segments() -> Generator[None]:
 
 def without_expandable_segments(settings: str) -> str:
     """Return torch's allocator settings (``NAME:VALUE,...``) with expandable segments turned off if they are on."""
-    options = [option.strip() for option in settings.split(",")]
-    plain: list[str] = []
-    for option in options:
-        is_on = option.replace(" ", "").lower() in (
-            "expandable_segments:true",
-            "expandable_segments:1",
-        )
-        plain.append("expandable_segments:False" if is_on else option)
-    if plain == options:
-        return settings
-    return ",".join(plain)
+    return _EXPANDABLE.sub("expandable_segments:False", settings)
 
 
 def allocator_settings() -> str:

@@ -1,29 +1,33 @@
 """Named tensors in Ray's object store, passed as references and read in place."""
 
-import asyncio
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 
-from gcore_rollout.errors import make_extra_error, require
+from gcore_rollout.errors import EngineDiedError, make_extra_error, require
 from gcore_rollout.weight_sync.digests import Digest, Digests, digests_of
-from gcore_rollout.weight_sync.layout import Layout, group_into_buckets, layout_of
+from gcore_rollout.weight_sync.layout import Layout, TensorSpec, group_into_buckets, layout_of
+from gcore_rollout.weight_sync.staging import stage
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
     import ray
+    from ray.exceptions import RayError
 except ImportError as error:
     raise make_extra_error("ray", "ray") from error
 
 
-_Bucket = tuple[Any, Layout]
-"""A reference to an object of the store, which has the bytes of each of some tensors as an array, and their layout."""
+_Bucket = tuple[Any, Layout, str]
+"""A reference to an object of the store, which has the bytes of each of some tensors as an array, their layout, and the
+id of the node that it was put on."""
 
 
 class WeightReferences:
@@ -67,7 +71,7 @@ class WeightReferences:
         )
         here = ((name, tensor.detach()) for name, tensor in weights if not tensor.is_meta)
         # In a loop, its variable would hold a bucket while the next one is filled.
-        buckets = list(map(_put_bucket, group_into_buckets(here, bucket_size_bytes)))
+        buckets = list(map(_put_bucket, stage(group_into_buckets(here, bucket_size_bytes))))
         return cls(buckets, digests=digests_of(weights))
 
     @classmethod
@@ -85,17 +89,55 @@ class WeightReferences:
         del before
         return self
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for reference, layout in self._buckets:
-            yield from _tensors_of(ray.get(reference), layout)
+    @property
+    def layout(self) -> Layout:
+        """The specs of all tensors, also of those that are not on this node yet."""
+        layout: dict[str, TensorSpec] = {}
+        for _, specs, _ in self._buckets:
+            layout.update(specs)
+        return layout
 
-    async def fetch(self) -> list[tuple[str, torch.Tensor]]:
-        """Return all weights once they are on this node."""
-        contents = await asyncio.gather(*(reference for reference, _ in self._buckets))
-        tensors: list[tuple[str, torch.Tensor]] = []
-        for (_, layout), arrays in zip(self._buckets, contents, strict=True):
-            tensors += _tensors_of(arrays, layout)
-        return tensors
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.layout.values())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and tensors; while a bucket is read, the next one is fetched to this node, and no other.
+
+        Raises:
+            EngineDiedError: a bucket is lost: an engine that has read others has a part of the new weights.
+        """
+        fetches: Iterator[Future[list[Any]]] = (bucket[0].future() for bucket in self._buckets)
+        ahead = next(fetches, None)
+        for number, (_, layout, _) in enumerate(self._buckets, start=1):
+            assert ahead is not None
+            try:
+                arrays = ahead.result()
+            except RayError as error:
+                raise EngineDiedError(
+                    f"bucket {number} of {len(self._buckets)} of the new weights is lost: {error}"
+                ) from error
+            ahead = next(fetches, None)
+            yield from _tensors_of(arrays, layout)
+            # Not while the next one is waited for.
+            del arrays
+
+    async def fetch(self) -> Self:
+        """Return these weights once their first bucket is on this node.
+
+        They begin with those that were put here, so that nodes do not all fetch from the same one at a time.
+        """
+        if not self._buckets:
+            return self
+        here = ray.get_runtime_context().get_node_id()
+        nodes = [node for _, _, node in self._buckets]
+        start = crc32(here.encode()) % len(nodes)
+        if here in nodes:
+            start = nodes.index(here)
+        buckets = self._buckets[start:] + self._buckets[:start]
+        await buckets[0][0]
+        return type(self)(buckets, digests=self.digests)
 
     def reading(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are never overwritten."""
@@ -103,9 +145,9 @@ class WeightReferences:
 
 
 def _put_bucket(weights: Mapping[str, torch.Tensor]) -> _Bucket:
-    """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
-    arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
-    return ray.put(arrays), layout_of(weights)
+    """Copy tensors to the store."""
+    arrays = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
+    return ray.put(arrays), layout_of(weights), ray.get_runtime_context().get_node_id()
 
 
 def _tensors_of(arrays: Sequence[Any], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:

@@ -246,6 +246,9 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
         Engines of one node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails
         half-way leaves the engine with its old weights. If this is cancelled, the update may still happen.
+
+        Raises:
+            EngineDiedError: the engine has died, also by references that were lost after it had read a part of them.
         """
         self._check_open()
         if not isinstance(weights, WeightReferences | WeightHistory):

@@ -173,7 +173,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
                 raise RolloutError(
                     "the engine was made without weights_dir: update_weights needs it"
                 )
-            new = publish_weights(self._model_path, self._shapes, weights, is_tied=self._is_tied)
+            new = dict(
+                publish_weights(self._model_path, self._shapes, weights, is_tied=self._is_tied)
+            )
             await self._check_update_possible()
             await _complete(self._replace_weights(new, self._weights_dir, version))
         self._start()

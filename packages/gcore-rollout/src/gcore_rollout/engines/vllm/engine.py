@@ -27,7 +27,7 @@ from gcore_rollout.engines.vllm.routed_experts import record_experts
 from gcore_rollout.errors import EngineDiedError, EngineModelError, RolloutError, make_extra_error
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.digests import HeldWeights
-from gcore_rollout.weight_sync.shared_weights import gpu_of
+from gcore_rollout.weight_sync.shared_weights import OpenedWeights, SharedWeights, gpu_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -108,7 +108,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._draws_by_sample = options.draws_by_sample(
             seed_per_sample, on_cpu=on_cpu, has_v2_runner=has_v2_runner
         )
-        self._has_ranks = config.parallel_config.world_size > 1
+        self._num_ranks = config.parallel_config.world_size
+        self._has_ranks = self._num_ranks > 1
+        self._bucket_memories = SharedWeights(), SharedWeights()
         if self._has_ranks:
             ranks.end_together(self._engine)
         # On CPU vLLM draws from torch's generator at every step, even where each sample has a seed.
@@ -286,14 +288,18 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         engine = self._engine
         # A step in flight would be labelled with the new version.
         self._settle()
-        new = process.publish_weights(self._path, self._shapes, weights, is_tied=self._tied)
+        publish = partial(process.publish_weights, self._path, self._shapes, is_tied=self._tied)
+        new = publish(weights=weights)
         with self._noting_deaths():
             if self._on_cpu:
                 engine.apply_model(process.forget_expert_kernels)
-            if self._has_ranks:
-                ranks.send_weights(engine, new)
+            if self._has_ranks and isinstance(weights, OpenedWeights):
+                take = partial(ranks.take_shared, handles=weights.handles, publish=publish)
+                engine.collective_rpc(take)
+            elif self._has_ranks:
+                ranks.send_weights(engine, new, self._bucket_memories)
             else:
-                engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
+                engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(new)})
             if self._tied and self._on_cpu:
                 engine.apply_model(process.repack_head)
         if self._limits.vision is not None:
@@ -329,6 +335,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             return
         self._stop()
         self._engine = None
+        for memory in self._bucket_memories:
+            memory.close()
         VLLMEngine._num_live -= 1
         is_last = VLLMEngine._num_live == 0
         process.shut_down(
@@ -345,10 +353,14 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
 
     @property
     def weights_gpu(self) -> str | None:
-        """The UUID of the GPU that the weights are on; None: they are on none, or on several."""
-        if self._on_cpu or self._has_ranks:
+        """The UUID of the GPU that the weights are on, of ranks the first one's if all can read its memory; or None."""
+        if self._on_cpu:
             return None
-        return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+        device = torch.cuda.current_device()
+        for other in range(1, self._num_ranks):
+            if not torch.cuda.can_device_access_peer(other, device):
+                return None
+        return gpu_of(torch.device("cuda", device))
 
     def _num_running(self) -> int:
         return len(self._running)

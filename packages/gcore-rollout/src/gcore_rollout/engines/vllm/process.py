@@ -8,7 +8,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ from gcore_rollout.engines.queueing import return_free_memory
 from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.errors import EngineModelError, make_extra_error
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
-from gcore_rollout.weight_sync.layout import check_shapes
+from gcore_rollout.weight_sync.layout import check_shapes, with_layout
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -271,23 +271,30 @@ def publish_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
     is_tied: bool,
-) -> dict[str, torch.Tensor]:
+) -> Iterable[tuple[str, torch.Tensor]]:
     """Return a model's weights by the names of its folder, without a tied head, which need not be among them.
 
     Of a mixture that transformers has fused, each expert's matrices are views. A `ValueError` for weights that are not
-    the model's.
+    the model's. Those that have a ``layout`` are checked by it, and then requested one by one.
     """
-    new: dict[str, torch.Tensor] = {}
+    optional = frozenset({TIED_HEAD} if is_tied else ())
+    layout, weights = with_layout(weights)
+    empty = ((name, torch.empty(spec.shape, device="meta")) for name, spec in layout.items())
+    check_shapes(shapes, dict(_rename(folder, shapes, empty)), optional=optional)
+    new = _rename(folder, shapes, weights)
+    return ((name, tensor) for name, tensor in new if name not in optional)
+
+
+def _rename(
+    folder: Path, shapes: Container[str], weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights by the names of their folder, one or all experts at a time."""
     for name, weight in weights:
         tensor = weight.detach()
         if name in shapes or name == TIED_HEAD:
-            new[name] = tensor
+            yield name, tensor
         else:
-            new |= _convert_back(_make_meta_model(folder), name, tensor)
-    check_shapes(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
-    if is_tied:
-        new.pop(TIED_HEAD, None)
-    return new
+            yield from _convert_back(_make_meta_model(folder), name, tensor).items()
 
 
 @lru_cache(maxsize=2)

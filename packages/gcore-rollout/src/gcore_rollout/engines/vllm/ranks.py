@@ -1,8 +1,10 @@
 """The ranks of a `VLLMEngine` over several devices, each a process of vLLM's: their threads, weights and generators."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from itertools import cycle
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -11,13 +13,19 @@ import torch
 
 from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.weight_sync.layout import Layout, group_into_buckets
-from gcore_rollout.weight_sync.shared_weights import SharedWeights, SharedWeightsReader
+from gcore_rollout.weight_sync.shared_weights import (
+    OpenedWeights,
+    SharedWeights,
+    SharedWeightsReader,
+)
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
 _BUCKET_BYTES = 256 << 20
 _END_TIMEOUT_S = 10.0
+_reader = SharedWeightsReader()
+"""Reader of a rank's process, which keeps the mappings of the buckets' memory."""
 
 
 def rank_options(
@@ -57,24 +65,30 @@ def rank_options(
 
 
 def send_weights(
-    engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bucket_bytes: int | None = None
+    engine: "LLMEngine",
+    weights: Iterable[tuple[str, torch.Tensor]],
+    memories: Sequence[SharedWeights],
 ) -> None:
     """Give all ranks new weights through shared memory; each copies its own part out of it.
 
-    Weights are sent in buckets. The memory of a bucket is freed when the last rank has copied what it needs, so that
-    little more than one is taken at a time.
+    Weights are sent in buckets of whole layers. Each of the ``memories`` is written again once all ranks have copied
+    the bucket in it, also in later updates: new memory is written at a fraction of the rate. With two of them, a bucket
+    is written while the ranks read the one before.
     """
-    engine.collective_rpc(_begin_update)
-    for bucket in group_into_buckets(weights.items(), bucket_bytes or _BUCKET_BYTES):
-        shared = SharedWeights()
-        try:
-            shared.write(bucket.items())
-            engine.collective_rpc(
-                partial(_take_bucket, path=str(shared.path), layout=shared.layout)
-            )
-        finally:
-            shared.close()
-    engine.collective_rpc(_end_update)
+    executor = _executor(engine)
+    executor.collective_rpc(_begin_update)
+    reading: dict[SharedWeights, Future[None]] = {}
+    # vLLM keeps views of a layer's tensors until it has all of them.
+    buckets = group_into_buckets(weights, _BUCKET_BYTES, whole_layers=True)
+    for bucket, memory in zip(buckets, cycle(memories), strict=False):
+        if memory in reading:
+            reading.pop(memory).result()
+        memory.write(bucket.items())
+        take = partial(_take_bucket, path=str(memory.path), layout=memory.layout)
+        reading[memory] = executor.collective_rpc(take, non_block=True)
+    for taken in reading.values():
+        taken.result()
+    executor.collective_rpc(_end_update)
 
 
 def seed_generators(_worker: Any, seed: int) -> None:
@@ -147,6 +161,24 @@ def gather_tensor(shard: torch.Tensor, shape: Sequence[int], module: Any) -> tor
     return torch.cat(parts, dim).narrow(dim, 0, shape[dim])
 
 
+def take_shared(
+    worker: Any, handles: bytes, publish: Callable[..., Iterable[tuple[str, torch.Tensor]]]
+) -> None:
+    """Give a rank new weights on a GPU, which it opens by CUDA IPC; it copies its part from there.
+
+    Args:
+        handles: of `SharedCudaWeights`.
+        publish: `publish_weights` of the engine's model, without its argument ``weights``.
+    """
+    opened = OpenedWeights(handles)
+    try:
+        _begin_update(worker)
+        _load(worker, publish(weights=opened))
+        _end_update(worker)
+    finally:
+        opened.release()
+
+
 # What vLLM's own `reload_weights` does in one call, which takes all weights at once.
 
 
@@ -163,11 +195,22 @@ def _take_bucket(worker: Any, path: str, layout: Layout) -> None:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise RolloutError(f"a rank cannot open the engine's weights: {error}") from error
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    _load(worker, _reader.read(descriptor, layout))
+    # The memory is written again: copy what is kept for a layer that has not got all of its tensors.
+    for module in worker.model_runner.get_model().modules():
+        for _, loading in get_layerwise_info(module).loaded_weights:
+            for name, value in loading.arguments.items():
+                if isinstance(value, torch.Tensor) and _reader.owns(value):
+                    loading.arguments[name] = value.clone()
+
+
+def _load(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     from vllm.config import set_current_vllm_config
 
-    # A layer of which the next bucket has more keeps views of this one.
     with set_current_vllm_config(worker.vllm_config):
-        worker.model_runner.get_model().load_weights(SharedWeightsReader().read(descriptor, layout))
+        worker.model_runner.get_model().load_weights(weights)
 
 
 def _end_update(worker: Any) -> None:
