@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ def cluster() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def actor(kind: str, model: TinyModel, *, keeps_asleep: bool) -> AsyncIterator[EngineHandle]:
+async def actor(kind: str, model: TinyModel, *, keeps_asleep: bool) -> AsyncGenerator[EngineHandle]:
     """An actor of the policy, ``max_num_seqs`` 4, that can be a judge, ``max_num_seqs`` 2."""
     make = partial(MAKE[kind], model.path)
     handle = EngineHandle.start(

@@ -99,16 +99,17 @@ def test_clusters_with_gpus_take_turns_by_default(tiny: Path) -> None:
     assert not replace(on_gpus, runtime="inline").takes_turns
 
 
+def judged_on_gpus(tiny: Path, *, num_engines: int) -> TrainConfig:
+    """A run on a cluster of GPUs with a judge on a device of its own."""
+    judge = RewardModelConfig(kind="judge", path=str(tiny), judge=JudgeConfig(num_processes=1))
+    rollout = RolloutConfig(num_processes=num_engines)
+    return config(tiny, device="cuda", runtime="ray", rollout=rollout, reward_model=judge)
+
+
 def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) -> None:
     """Where any can move: of three or more engines of the policy and of a judge on devices of this run."""
-    judge = RewardModelConfig(kind="judge", path=str(tiny), judge=JudgeConfig(num_processes=1))
-    on_gpus = config(
-        tiny,
-        device="cuda",
-        runtime="ray",
-        rollout=RolloutConfig(num_processes=2),
-        reward_model=judge,
-    )
+    on_gpus = judged_on_gpus(tiny, num_engines=2)
+    judge = on_gpus.reward_model
     assert (on_gpus.placement.strategy, on_gpus.strategy) == (None, "dynamic")
     assert on_gpus.takes_turns
     # Where a node is lost, the engines that are left may become more again.
@@ -137,14 +138,7 @@ def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) ->
 
 def test_engines_of_all_roles_sleep_where_half_of_each_nodes_memory_holds_them(tiny: Path) -> None:
     """For as many engines as the node has devices for; nodes without devices do not count."""
-    judge = RewardModelConfig(kind="judge", path=str(tiny), judge=JudgeConfig(num_processes=1))
-    on_gpus = config(
-        tiny,
-        device="cuda",
-        runtime="ray",
-        rollout=RolloutConfig(num_processes=3),
-        reward_model=judge,
-    )
+    on_gpus = judged_on_gpus(tiny, num_engines=3)
     assert on_gpus.engines_sleep, "vLLM needs its sleep mode for that"
     head = {"CPU": 64.0, "memory": 1e9}
     node = {"CPU": 64.0, "GPU": 8.0, "memory": 80e9}

@@ -206,13 +206,14 @@ class EngineActor:
     async def _start_process(self) -> AnyEngine:
         from gcore_rollout.engines.remote.process import EngineProcess
 
-        return await EngineProcess.start(
+        engine: EngineProcess[Any, Any] = await EngineProcess.start(
             partial(_call_pickled, self._factory),
             num_threads=self._num_threads,
             preload=self._preload,
             # That of the client counts.
             start_timeout_s=math.inf,
         )
+        return engine
 
     async def _end_sleeping(self, factories: Collection[bytes]) -> None:
         for factory in factories:
