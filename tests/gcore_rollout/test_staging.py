@@ -1,6 +1,7 @@
 """Weights that are copied from a device to the host by way of two buckets; the CPU stands in for the device."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -55,6 +56,24 @@ def test_tensors_that_are_elsewhere_pass_in_their_order() -> None:
     for number, bucket in enumerate(stage(weights()), start=1):
         assert len(requested) == number, "nothing is read ahead where nothing is copied"
         assert list(bucket) == names[number - 1 : number]
+
+
+def test_a_bucket_is_let_go_before_the_next_one_is_made() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def buckets() -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(4):
+            assert not any(tensor() is not None for tensor in alive)
+            tensor = torch.full((5,), float(number))
+            alive.append(weakref.ref(tensor))
+            yield {"w": tensor}
+            del tensor
+
+    def add_up(bucket: Mapping[str, torch.Tensor]) -> float:
+        return float(bucket["w"].sum())
+
+    sums = list(map(add_up, stage(buckets())))
+    assert sums == [0, 5, 10, 15]
     tensor = torch.ones(3)
     assert dict(stage_each([("w", tensor)]))["w"] is tensor
 

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ def stage(buckets: Iterable[_Bucket], *, device_type: str = "cuda") -> Iterator[
     """
     module: Any = torch.get_device_module(device_type)
     copied: deque[tuple[Sequence[Any], _Bucket]] = deque()
-    for bucket, number in zip(buckets, cycle((0, 1)), strict=False):
+    number = 0
+    for bucket in buckets:
+        number = 1 - number
         copies = bucket
         events: list[Any] = []
         devices = {tensor.device for tensor in bucket.values() if tensor.device.type == device_type}
@@ -31,10 +32,12 @@ def stage(buckets: Iterable[_Bucket], *, device_type: str = "cuda") -> Iterator[
             events.append(module.Event())
             events[-1].record(module.current_stream(device))
         copied.append((events, copies))
+        # They would hold tensors while the next bucket is filled.
+        del bucket, copies
         while len(copied) > bool(events):
             yield _wait(*copied.popleft())
-    for events, copies in copied:
-        yield _wait(events, copies)
+    while copied:
+        yield _wait(*copied.popleft())
 
 
 def stage_each(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
