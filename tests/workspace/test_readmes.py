@@ -68,6 +68,9 @@ CHECKED_ELSEWHERE = {
     r"uv run pytest -m slow": ".ci/run",
     r"uv run python scripts/release/bounds\.py": f"{WHEELS}::test_packages_ask_for_compatible_ones",
     r"uv run python scripts/release/notes\.py": f"{VERSIONS}::test_the_command_prints_the_newest_entries",
+    r"uv run python scripts/release/constraints\.py": (
+        f"{VERSIONS}::test_constraints_are_the_tested_versions_of_all_that_the_apps_need"
+    ),
     r"uv run mkdocs build --strict": "tests/workspace/test_site.py::test_every_page_is_there",
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"uv run pytest -m gpu tests/gpu": "tests/gpu/test_engine.py::test_engine_and_trainer_agree",

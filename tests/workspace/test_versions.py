@@ -1,11 +1,14 @@
-"""Release notes, and the table of tested versions."""
+"""Release notes, constraints, and the table of tested versions."""
 
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, requires, version
 
+from constraints import constraints
 from house import DISTRIBUTIONS, ROOT
 from notes import entries, notes
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from versions_page import PAGE, table
 
 from gcore_runs.doctor.readings import TESTED
@@ -41,3 +44,37 @@ def test_the_command_prints_the_newest_entries() -> None:
     )
     titles = [line.removeprefix("## ") for line in printed.splitlines() if line.startswith("## ")]
     assert sorted(titles) == sorted(f"{d.name} {d.project['version']}" for d in DISTRIBUTIONS)
+
+
+def test_constraints_are_the_tested_versions_of_all_that_the_apps_need() -> None:
+    pinned: dict[str, str] = {}
+    for line in constraints().splitlines():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert requirement.name not in pinned
+            [bound] = requirement.specifier
+            assert bound.operator == "=="
+            pinned[requirement.name] = bound.version
+    other: list[str] = []
+    for name, pin in pinned.items():
+        try:
+            installed = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+        # vLLM's builds for CPU, with which the tests run, and for CUDA ask for different versions of setuptools.
+        if installed != pin and name != "setuptools":
+            other.append(f"{name} {pin}, tested with {installed}")
+    assert other == []
+    waiting = [distribution.name for distribution in DISTRIBUTIONS]
+    seen = set[str]()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        assert name in pinned
+        for text in requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    assert "torch" in seen
