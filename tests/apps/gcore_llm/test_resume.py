@@ -162,13 +162,13 @@ def test_kill_again_and_again(cli: Cli, whole: Callable[[int], Whole]) -> None:
 def test_interrupt_saves_the_last_finished_step(
     cli: Cli, whole: Callable[[int], Whole], controllers: int
 ) -> None:
-    """Wherever in a step Ctrl-C or SIGTERM hits, no finished step is made twice."""
+    """Wherever in a step a scheduler's SIGTERM or SIGUSR1 hits, no finished step is made twice."""
     expected = whole(controllers)
     run = cli.cwd / "runs" / "interrupted"
     args = [*expected.args, "--name", "interrupted", "--trainer.save-freq", "100"]
     rng = random.Random(SEED + controllers)
     reached = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
         command = cli.start(*args)
         while steps_done(run) <= reached and not command.has_ended(0.002):
             pass

@@ -1,6 +1,7 @@
 """Verdicts of `gcore-llm doctor` on the readings of good and of broken machines, and the command on this one."""
 
 import json
+import re
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -9,16 +10,26 @@ from typing import Any
 import pytest
 from command_line import Cli
 
-from gcore_runs.doctor.checks import Finding, check_machine, check_ports, check_token
+from gcore_runs.doctor.all_reduce import time_all_reduce
+from gcore_runs.doctor.checks import Finding, check_machine, check_ports, check_token, judge
 from gcore_runs.doctor.command import lines
 from gcore_runs.doctor.node_checks import Node, check_nodes
-from gcore_runs.doctor.readings import GPU, TESTED, Readings, Token, parse_gpus, read_token
+from gcore_runs.doctor.readings import (
+    GPU,
+    TESTED,
+    Readings,
+    Token,
+    parse_gpus,
+    parse_links,
+    read_infiniband,
+    read_token,
+)
 from gcore_runs.host_memory import HostMemory, host_memory
 
 GIB = 1 << 30
 H100 = GPU(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB)
+CARDS = {f"mlx5_{i}/ports/1": "4: ACTIVE, 400 Gb/sec (4X NDR), InfiniBand" for i in range(2)}
 MACHINE = Readings(
-    host="node-0",
     python="3.12.3",
     versions=dict(TESTED),
     gpus=[replace(H100, numa_node=i // 4) for i in range(8)],
@@ -28,6 +39,9 @@ MACHINE = Readings(
     torch_gpus=8,
     nccl="2.29.7",
     interfaces=["lo", "eth0", "ib0"],
+    infiniband=CARDS,
+    has_verbs=True,
+    gpu_links=["NV18"] * 28,
     numa_nodes=2,
     cores=128,
     shm_bytes=256 * GIB,
@@ -136,6 +150,42 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "warning",
         "NCCL_P2P_DISABLE makes",
     ),
+    "no devices of cards": (
+        {"has_verbs": False},
+        "infiniband",
+        "error",
+        "--device /dev/infiniband",
+    ),
+    "a cable is out": (
+        {"infiniband": CARDS | {"mlx5_1/ports/1": "1: DOWN, 10 Gb/sec (4X SDR), InfiniBand"}},
+        "infiniband",
+        "warning",
+        "mlx5_1/ports/1 is 1: DOWN, 10 Gb/sec (4X SDR), InfiniBand; ibstat",
+    ),
+    "no such card": (
+        {"environment": {"NCCL_IB_HCA": "=mlx5_7:1"}},
+        "nccl",
+        "error",
+        "this machine has mlx5_0, mlx5_1",
+    ),
+    "little may be locked": (
+        {"locked_bytes": 64 << 10},
+        "memlock",
+        "error",
+        "65,536 bytes can be locked; cards read memory that is locked: ulimit -l unlimited",
+    ),
+    "a link is down": (
+        {"gpu_links": ["NV18"] * 27 + ["NV17"]},
+        "gpu links",
+        "warning",
+        "27 by NV18, 1 by NV17; nvidia-smi nvlink --status",
+    ),
+    "no namespaces": (
+        {"sandbox_error": "isolation is 'namespaces', which this machine does not give"},
+        "sandbox",
+        "warning",
+        "does not give; only rewards that run code",
+    ),
     "pages move": ({"numa_balancing": True}, "numa", "warning", "kernel.numa_balancing=0"),
     "Docker's /dev/shm": (
         {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
@@ -216,6 +266,8 @@ def test_a_broken_machine_is_told_what_to_do(what: str) -> None:
 def test_a_choice_of_gpus_and_interfaces_is_fine() -> None:
     for value in ("eth", "=ib0", "^lo", "eth0,ib0"):
         assert wrong(findings(environment={"NCCL_SOCKET_IFNAME": value})) == []
+    for value in ("mlx5", "=mlx5_0:1,mlx5_1:1", "^mlx5_1"):
+        assert wrong(findings(environment={"NCCL_IB_HCA": value})) == []
     chosen = findings(environment={"CUDA_VISIBLE_DEVICES": "0,1"}, torch_gpus=2)
     assert wrong(chosen) == []
     assert "torch can use 2, by CUDA_VISIBLE_DEVICES=0,1" in chosen[1].found
@@ -229,7 +281,7 @@ def test_a_large_model_needs_memory_and_disk() -> None:
 NODES = [
     Node(
         name=f"10.0.0.{i} (abcd)",
-        readings=replace(MACHINE, host=f"node-{i}"),
+        readings=MACHINE,
         object_store_bytes=100 * GIB,
         gpus=8.0,
     )
@@ -238,14 +290,14 @@ NODES = [
 
 
 def test_good_nodes_are_fine() -> None:
-    assert wrong(check_nodes(NODES, expected=2, parameters=7_000_000_000, ours="3.12.3")) == []
+    assert wrong(check_nodes(NODES, expected=2, parameters=7_000_000_000, ours=MACHINE)) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "check", "verdict", "words"),
     [
         (
-            {"readings": None, "error": "No module named 'gcore_runs'"},
+            {"readings": Readings(), "error": "No module named 'gcore_runs'"},
             "nodes",
             "error",
             "No module named",
@@ -261,6 +313,18 @@ def test_good_nodes_are_fine() -> None:
             "same versions",
             "error",
             "2.59.0 on 10.0.0.1",
+        ),
+        (
+            {"readings": replace(MACHINE, environment={"NCCL_IB_HCA": "mlx5"})},
+            "variables",
+            "warning",
+            "NCCL_IB_HCA is missing on 10.0.0.0 (abcd); mlx5 on 10.0.0.1 (abcd)",
+        ),
+        (
+            {"all_reduce": judge("all-reduce", "DistNetworkError: timed out", error="NCCL_DEBUG")},
+            "all-reduce",
+            "error",
+            "timed out",
         ),
         ({"gpus": 0.0}, "gpus of ray", "warning", "Ray has 0 of the 8 GPUs"),
         (
@@ -301,10 +365,54 @@ def test_a_slow_answer_is_no_skew() -> None:
 
 
 def test_missing_nodes_and_another_python_here_are_errors() -> None:
-    assert wrong(check_nodes(NODES, expected=3, ours="3.11.7")) == [
+    ours = replace(MACHINE, python="3.11.7")
+    assert wrong(check_nodes(NODES, expected=3, ours=ours)) == [
         ("nodes", "error"),
         ("same versions", "error"),
     ]
+
+
+def test_another_ray_here_is_an_error_and_a_variable_that_only_this_command_has_a_warning() -> None:
+    """Processes on nodes have neither this command's versions nor its variables."""
+    ours = replace(
+        MACHINE,
+        versions={"torch": "2.13.0+cpu", "ray": "2.59.0"},
+        environment={"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    found = check_nodes(NODES, ours=ours)
+    assert wrong(found) == [("same versions", "error"), ("variables", "warning")]
+    versions, variables = (f for f in found if f.advice)
+    assert versions.found == (
+        "ray is 2.60.0 on 10.0.0.0 (abcd), 10.0.0.1 (abcd); 2.59.0 on this command"
+    )
+    assert "NCCL_DEBUG is missing on 10.0.0.0 (abcd), 10.0.0.1 (abcd); INFO on" in variables.found
+    assert variables.advice.endswith("--ray.env NCCL_DEBUG")
+
+
+def test_links_and_cards_are_read(tmp_path: Path) -> None:
+    """From what the driver and the kernel show of them."""
+    topology = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNV18\tPIX\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\tSYS\t0-47\t0\t\tN/A
+GPU2\tNV18\tSYS\t X \tSYS\t48-95\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+"""
+    assert parse_links(topology) == ["NV18", "NV18", "SYS"]
+    assert parse_links("") == []
+    port = tmp_path / "mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert read_infiniband(tmp_path) == {
+        "mlx5_0/ports/1": "4: ACTIVE, 400 Gb/sec (4X NDR), InfiniBand"
+    }
+    assert read_infiniband(tmp_path / "none") == {}
 
 
 def test_what_is_in_order_on_all_nodes_is_one_line() -> None:
@@ -448,9 +556,19 @@ def test_tested_versions_are_those_that_are_installed() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_do_not_meet_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an interface that is not there; the reason is gloo's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    finding = time_all_reduce(2)
+    assert finding.verdict == "error"
+    assert "none0" in finding.found
+    assert "GLOO_SOCKET_IFNAME" in finding.advice
+
+
+@pytest.mark.slow
 def test_the_command_checks_this_machine(cli: Cli) -> None:
     """Whatever is wrong with it, the exit code says whether there is an error."""
-    done = cli("doctor", "--json", "True")
+    done = cli("doctor", "--json", "True", "--all-reduce-ranks", "2")
     found = json.loads(done.out)
     assert done.code == any(entry["verdict"] == "error" for entry in found), done
     shown = {entry["check"]: entry for entry in found}
@@ -460,13 +578,17 @@ def test_the_command_checks_this_machine(cli: Cli) -> None:
         "numa",
         "shared memory",
         "open files",
+        "sandbox",
         "memory",
         "disk",
         "ports",
         "ray token",
+        "all-reduce",
     ]
     assert [check for check in shown if check in expected] == expected
     assert f"torch {TESTED['torch']}" in shown["versions"]["found"]
+    measured = r"2 ranks on cpu, 64 MiB in [\d.e+]+ ms: bus bandwidth [\d.e+-]+ GB/s"
+    assert re.fullmatch(measured, shown["all-reduce"]["found"]), shown["all-reduce"]
     nowhere = cli("doctor", "--ray", "127.0.0.1:9")
     assert nowhere.code == 1
     assert "no Ray cluster answers at '127.0.0.1:9'" in nowhere.out.splitlines()[0]

@@ -58,7 +58,7 @@ exit codes:
   1    an unexpected error, with a traceback
   2    wrong input, or a reward, engine or training process that failed; one message
   3    the run was completed, but no step had anything to learn from: all rewards alike, or none
-  130  interrupted by Ctrl-C or SIGTERM
+  130  interrupted by Ctrl-C, SIGTERM or SIGUSR1; what was finished is saved
   141  the reader of the output, such as head, has gone
 """
 

@@ -5,8 +5,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller import connect_quietly
+from gcore_runs.doctor.all_reduce import time_all_reduce
+from gcore_runs.doctor.checks import Finding
 from gcore_runs.doctor.node_checks import Node
 from gcore_runs.doctor.readings import Readings, read_machine
 
@@ -66,9 +67,26 @@ class Probe:
                 missed.append(name)
         return missed
 
+    def all_reduce(self, ranks: Mapping[tuple[str, int], int]) -> Finding | None:
+        """Take part in the all-reduce of nodes with these numbers of ranks, by the addresses on which they listen."""
+        address = self._listener.getsockname()[:2]
+        nodes = [node for node, num_ranks in ranks.items() if num_ranks]
+        if address not in nodes:
+            return None
+        # The first node's is where they meet.
+        self._listener.close()
+        host, port = nodes[0]
+        rendezvous = [f"--nnodes={len(nodes)}", f"--node-rank={nodes.index(address)}"]
+        rendezvous += [f"--master-addr={host}", f"--master-port={port}"]
+        return time_all_reduce(ranks[address], rendezvous)
 
-def read_cluster(address: str, folder: Path, *, expected: int = 0) -> list[Node]:
+
+def read_cluster(
+    address: str, folder: Path, *, expected: int = 0, num_ranks: int = 0
+) -> list[Node]:
     """Connect to a cluster, wait a minute for the ``expected`` number of nodes, and read each.
+
+    ``num_ranks`` of each node take part in an all-reduce; 0: one for each GPU.
 
     Raises:
         ClusterError: it requires a token that this process does not have.
@@ -76,7 +94,7 @@ def read_cluster(address: str, folder: Path, *, expected: int = 0) -> list[Node]
     """
     connect_quietly(address)
     try:
-        return _read(_wait_for_nodes(expected), folder.absolute())
+        return _read(_wait_for_nodes(expected), folder.absolute(), num_ranks)
     finally:
         ray.shutdown()
 
@@ -90,52 +108,66 @@ def _wait_for_nodes(expected: int) -> dict[str, dict[str, Any]]:
         time.sleep(1.0)
 
 
-def _read(ray_nodes: Mapping[str, dict[str, Any]], folder: Path) -> list[Node]:
+def _read(ray_nodes: Mapping[str, dict[str, Any]], folder: Path, num_ranks: int) -> list[Node]:
     remote: Any = ray.remote
     probes: dict[str, Any] = {}
-    nodes: dict[str, Node] = {}
     for name, node in ray_nodes.items():
         on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         probes[name] = remote(Probe).options(num_cpus=0, scheduling_strategy=on_node).remote()
-        resources: Mapping[str, float] = node["Resources"]
-        nodes[name] = Node(
-            name=name,
-            object_store_bytes=int(resources.get("object_store_memory", 0)),
-            gpus=resources.get("GPU", 0.0),
-        )
-    answers, errors = _ask(probes, lambda probe: probe.read.remote(str(folder)))
-    for name in nodes:
-        nodes[name] = replace(nodes[name], readings=answers.get(name), error=errors.get(name, ""))
-    probes = {name: probe for name, probe in probes.items() if name in answers}
-    for name, probe in probes.items():
-        start_s = time.time()
-        there_s: float = ray.get(probe.time_s.remote())
-        end_s = time.time()
-        skew_s = there_s - (start_s + end_s) / 2
-        nodes[name] = replace(nodes[name], skew_s=skew_s, skew_error_s=(end_s - start_s) / 2)
-    with ExitStack() as stack:
-        marker = _write_marker(folder, stack)
-        if marker is not None:
-            seen, _ = _ask(probes, lambda probe: probe.sees.remote(str(marker)))
-            for name in probes:
-                nodes[name] = replace(nodes[name], sees_folder=seen.get(name, False))
+    readings, errors = _ask(probes, lambda probe: probe.read.remote(str(folder)))
+    probes = {name: probes[name] for name in readings}
+    skews = {name: _measure_skew(probe) for name, probe in probes.items()}
+    seen = _ask_for_marker(probes, folder)
     addresses, _ = _ask(probes, lambda probe: probe.listen.remote())
     missed, _ = _ask(probes, lambda probe: probe.unreachable.remote(addresses))
-    for name in probes:
-        nodes[name] = replace(nodes[name], unreachable=missed.get(name, list(addresses)))
-    return list(nodes.values())
+    ranks = {address: num_ranks or readings[name].torch_gpus for name, address in addresses.items()}
+    outcomes: dict[str, Finding] = {}
+    if sum(ranks.values()) > 1:
+        outcomes, _ = _ask(probes, lambda probe: probe.all_reduce.remote(ranks))
+    nodes: list[Node] = []
+    for name, node in ray_nodes.items():
+        skew_s, skew_error_s = skews.get(name, (0.0, 0.0))
+        resources: Mapping[str, float] = node["Resources"]
+        nodes.append(
+            Node(
+                name=name,
+                readings=readings.get(name, Readings()),
+                error=errors.get(name, ""),
+                skew_s=skew_s,
+                skew_error_s=skew_error_s,
+                sees_folder=seen.get(name, False),
+                unreachable=missed.get(name, list(addresses)),
+                object_store_bytes=int(resources.get("object_store_memory", 0)),
+                gpus=resources.get("GPU", 0.0),
+                all_reduce=outcomes.get(name),
+            )
+        )
+    return nodes
 
 
-def _write_marker(folder: Path, stack: ExitStack) -> Path | None:
-    """Write a file into the folder of runs, or the one that it will be in; None: it cannot be written."""
+def _measure_skew(probe: Any) -> tuple[float, float]:
+    """Return by how much the clock of a node is ahead of ours, and the error of that, in seconds."""
+    start_s = time.time()
+    there_s: float = ray.get(probe.time_s.remote())
+    end_s = time.time()
+    return there_s - (start_s + end_s) / 2, (end_s - start_s) / 2
+
+
+def _ask_for_marker(probes: Mapping[str, Any], folder: Path) -> Mapping[str, bool]:
+    """Return which nodes see a file that is written into the folder of runs, or the one that it will be in.
+
+    All do where this process cannot write it.
+    """
     existing = next(path for path in [folder, *folder.parents] if path.is_dir())
     marker = existing / f".gcore-doctor-{uuid.uuid4().hex}"
     try:
         marker.touch()
     except OSError:
-        return None
-    stack.callback(marker.unlink, missing_ok=True)
-    return marker
+        return dict.fromkeys(probes, True)
+    try:
+        return _ask(probes, lambda probe: probe.sees.remote(str(marker)))[0]
+    finally:
+        marker.unlink(missing_ok=True)
 
 
 def _ask(

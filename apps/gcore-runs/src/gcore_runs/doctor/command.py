@@ -3,14 +3,13 @@
 import dataclasses
 import json
 import os
-import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
-from gcore_runs.doctor.checks import Finding, check_machine, check_ports, check_token
+from gcore_runs.doctor.all_reduce import time_all_reduce
+from gcore_runs.doctor.checks import Finding, check_machine, check_ports, check_token, judge
 from gcore_runs.doctor.node_checks import check_nodes
 from gcore_runs.doctor.readings import read_machine
 from gcore_runs.logs import one_line
@@ -35,6 +34,8 @@ class DoctorArgs(Checked):
     """Folder of runs; empty: runs."""
     config: str = ""
     """TOML file of a run: model, runs_dir and ray.address are those of it where they are not given."""
+    all_reduce_ranks: NonNegative = 0
+    """How many processes of each node take part in a timed all-reduce, on CPU where there are no GPUs; 0: one a GPU."""
     json: bool = False
     """Print the findings as JSON."""
 
@@ -54,7 +55,7 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
 
         check_model(Path(model))
         parameters = count_parameters(Path(model))
-    findings = list(_findings(address, folder, expected=parsed.nodes, parameters=parameters))
+    findings = _findings(address, folder, parsed, parameters=parameters)
     if parsed.json:
         print(
             json.dumps(
@@ -68,38 +69,36 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> Iterable[Located]:
+def _findings(address: str, folder: Path, args: DoctorArgs, *, parameters: int) -> list[Located]:
+    machine = read_machine(folder)
+    own = check_machine(machine, parameters=parameters)
     if not address:
-        machine = read_machine(folder)
-        for finding in chain(
-            check_machine(machine, parameters=parameters),
-            check_ports(machine),
-            check_token(machine),
-        ):
-            yield "", finding
-        return
+        num_ranks = args.all_reduce_ranks or machine.torch_gpus
+        if num_ranks > 1:
+            own.append(time_all_reduce(num_ranks))
+        return _locate("", [*own, *check_ports(machine), *check_token(machine)])
     from gcore_controller import ClusterError, check_token as check_access
 
     try:
         check_access(address)
         from gcore_runs.doctor.cluster import read_cluster
 
-        nodes = read_cluster(address, folder, expected=expected)
+        nodes = read_cluster(address, folder, expected=args.nodes, num_ranks=args.all_reduce_ranks)
     except (ClusterError, ConnectionError) as error:
         advice = (
             "start the head (ray start --head), or give this process its token, or its versions"
         )
-        yield "", Finding(check="cluster", verdict="error", found=one_line(error), advice=advice)
-        for finding in check_machine(read_machine(folder), parameters=parameters):
-            yield "", finding
-        return
+        return _locate("", [judge("cluster", one_line(error), error=advice), *own])
+    located: list[Located] = []
     for node in nodes:
-        if node.readings is not None:
-            for finding in check_machine(node.readings, parameters=parameters):
-                yield node.name, finding
-    ours = platform.python_version()
-    for finding in check_nodes(nodes, expected=expected, parameters=parameters, ours=ours):
-        yield "", finding
+        if not node.error:
+            located += _locate(node.name, check_machine(node.readings, parameters=parameters))
+    together = check_nodes(nodes, expected=args.nodes, parameters=parameters, ours=machine)
+    return located + _locate("", together)
+
+
+def _locate(node: str, findings: Iterable[Finding]) -> list[Located]:
+    return [(node, finding) for finding in findings]
 
 
 def lines(findings: Sequence[Located]) -> list[str]:

