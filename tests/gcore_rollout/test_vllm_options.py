@@ -40,6 +40,7 @@ from gcore_rollout.engines.vllm.options import (
     OwnGenerators,
     device_options,
     draws_by_sample,
+    fit_num_seqs,
     usage_context,
 )
 
@@ -97,6 +98,58 @@ def test_weights_of_another_model_are_not_published(tmp_path: Path) -> None:
     shapes = process.checkpoint_shapes(tmp_path)
     with pytest.raises(ValueError, match="weights do not match the model: unknown names"):
         process.publish_weights(tmp_path, shapes, [("other", torch.ones(2))], is_tied=False)
+
+
+GIB = 1 << 30
+GPU: dict[str, Any] = {"weight_bytes": 16 * GIB, "memory_bytes": 80 * GIB}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Of 80 GiB, 73.6 are vLLM's, 16 of them weights. A token has 64 KiB: 2 x 57.6 GiB are 921 samples of 2,048.
+        ({"max_model_len": 2048}, 921),
+        ({"max_model_len": 2048, "kv_cache_memory_bytes": 20 * GIB}, 320),
+        ({"max_model_len": 2048, "gpu_memory_utilization": 0.5}, 384),
+        # Half of the weights, and half of the heads of each layer.
+        ({"max_model_len": 4096, "tensor_parallel_size": 2}, 1024),
+        ({"max_model_len": 8192, "tensor_parallel_size": 2}, 524),
+        ({"max_model_len": 4096, "kv_cache_dtype": "fp8"}, 921),
+        ({"max_model_len": 8192}, 256),
+        ({"max_model_len": 512}, 1024),
+        ({"max_model_len": 512, "max_num_batched_tokens": 512}, 512),
+    ],
+)
+def test_how_many_samples_keys_and_values_fit_of(
+    options: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    config = Qwen2Config(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_hidden_layers=32,
+        max_position_embeddings=8192,
+        dtype=torch.bfloat16,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    args = engine_args()(model=str(tmp_path), skip_tokenizer_init=True, **options)
+    assert fit_num_seqs(args, **GPU) == expected
+
+
+@pytest.mark.slow
+async def test_a_token_takes_as_many_bytes_as_vllm_says(tied: TinyModel) -> None:
+    """Of vLLM's own blocks: twice as many tokens as fit are divided by the longest length."""
+    kv_bytes = 16 << 20
+    engine: Any = VLLMEngine.from_pretrained(tied.path, kv_cache_memory_bytes=kv_bytes)
+    config = engine._engine.vllm_config
+    num_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    args = engine_args()(
+        model=str(tied.path), dtype=torch.float32, kv_cache_memory_bytes=kv_bytes, max_model_len=64
+    )
+    assert fit_num_seqs(args, **GPU) == min(1024, max(256, 2 * num_tokens // 64))
+    await engine.close()
 
 
 def test_options_by_device() -> None:

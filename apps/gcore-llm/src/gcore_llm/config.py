@@ -69,8 +69,9 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     stop: Annotated[tuple[str, ...], Bound(all, "strings that are not empty")] = ()
     """Strings that end a response, such as '</answer>', as an end-of-sequence token does. The token that completes one
     and those before it are a part of the response, and are learned; in several turns, they end a turn."""
-    max_num_seqs: Count = 256
-    """Most responses generated at once, by each replica."""
+    max_num_seqs: NonNegative = 0
+    """Most responses generated at once, by each replica; 0: 256 to 1024 with vllm on a GPU, by its memory of keys and
+    values, and else 256."""
     partial_rollout: bool = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
     step, under its weights: no step waits for the longest responses. Agents continue to work."""
@@ -96,6 +97,11 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
                 "rollout.engine_options.weights_dir is not set; expected a folder with rollout.engine "
                 f"{self.engine!r}"
             )
+
+    @property
+    def planned_num_seqs(self) -> int:
+        """Most responses at once, for plans and for engines that do not choose it."""
+        return self.max_num_seqs or 256
 
     @property
     def has_several_turns(self) -> bool:

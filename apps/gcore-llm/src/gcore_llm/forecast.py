@@ -33,7 +33,7 @@ def run_forecast(
         path,
         num_engines=num_engines,
         num_judges=num_judges,
-        most_num_seqs=rollout.max_num_seqs,
+        most_num_seqs=rollout.planned_num_seqs,
     )
 
 

@@ -84,7 +84,7 @@ async def connect_engine(
         settings.kind.load().connect,
         weights_dir=weights_dir,
         model_path=model,
-        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_seqs=config.rollout.planned_num_seqs,
         eos_token_ids=eos_token_ids,
     )
     servers = [await asyncio.to_thread(connect, url) for url in settings.urls[rank::world_size]]
@@ -123,11 +123,13 @@ def engine_factory(
     import torch
 
     own_options = device_options(settings, config)
-    policy_options: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    if config.rollout.max_num_seqs or settings.engine != "vllm":
+        options["max_num_seqs"] = config.rollout.planned_num_seqs
     if isinstance(settings, RolloutConfig):
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         max_length = config.data.max_length
-        policy_options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
+        options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
         if config.actor.router_replay == "R3":
             own_options["return_routed_experts"] = True
     engine_options = dict(settings.engine_options)
@@ -146,11 +148,10 @@ def engine_factory(
         model,
         device=device,
         dtype=getattr(torch, config.dtype),
-        max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
         engine_options=engine_options,
         own_options=own_options,
-        **policy_options,
+        **options,
     )
 
 

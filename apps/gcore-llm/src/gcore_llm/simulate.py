@@ -254,7 +254,7 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
         num_replicas=config.trainer.parallel.data_parallel_size(num_ranks),
         num_engines=len(rollout.urls) or max(1, rollout.num_processes),
         engine={
-            "max_num_seqs": rollout.max_num_seqs,
+            "max_num_seqs": rollout.planned_num_seqs,
             "prompts": "stealing" if config.runtime == "ray" else "shared",
         },
         reward={"max_concurrency": config.reward_calls.max_concurrency},

@@ -405,7 +405,7 @@ async def _run_controller(
         roles = Roles(
             policy=services.policy,
             **scoring,
-            policy_slots=services.num_engines * config.rollout.max_num_seqs,
+            policy_slots=services.num_engines * config.rollout.planned_num_seqs,
             learner=services.connect_trainer(ctx, partial(sample_flops, job.workload)),
             devices=services.devices,
             owns_process=True,

@@ -179,7 +179,7 @@ def _predict_step(
 
     def engines(count: int, size: int, tokens: Sequence[int], longest: float) -> EngineLayout:
         fewest = min(filter(None, tokens), default=0)
-        max_num_seqs = max(1, min(config.rollout.max_num_seqs, int(fewest / longest)))
+        max_num_seqs = max(1, min(config.rollout.planned_num_seqs, int(fewest / longest)))
         return EngineLayout(num_engines=count, devices_per_engine=size, max_num_seqs=max_num_seqs)
 
     plans = memory.values()

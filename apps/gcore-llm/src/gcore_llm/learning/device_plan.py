@@ -74,7 +74,7 @@ def plan_memory(
             config.judge[1] is not None and STRATEGIES[config.strategy].is_time_shared
         )
     engine = EngineSettings(
-        max_num_seqs=rollout.max_num_seqs,
+        max_num_seqs=rollout.planned_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
         copies_weights=_copied_weights(config),
         devices_per_engine=rollout.tensor_parallel_size,

@@ -1,6 +1,7 @@
 """The `vllm` engine: vLLM's scheduler and kernels, in this process and on this event loop."""
 
 import gc
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -135,7 +136,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         *,
         dtype: torch.dtype = torch.float32,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         gpu_memory_utilization: float | None = None,
@@ -156,7 +157,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         Args:
             path: folder with ``config.json`` and safetensors weights; a tokenizer is needed where images are read.
             max_model_len: longest prompt + completion, in tokens; default: the model's.
-            max_num_seqs: largest number of running samples.
+            max_num_seqs: largest number of running samples. Default: 256 on CPU, and 256 to 1,024 on a GPU, by the
+                memory of keys and values; see `options.fit_num_seqs`.
             tensor_parallel_size: number of devices, of one machine, over which each layer is split. With several, each
                 has a process of its own, which ends with this one; if one of them dies, so does the engine. On CPU, a
                 device is an equal share of the cores.
@@ -195,7 +197,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         path = Path(path)
         if speculative_config is not None:
             process.check_speculation(speculative_config)
-        check_max_num_seqs(max_num_seqs)
+        if max_num_seqs is not None:
+            check_max_num_seqs(max_num_seqs)
         shapes = process.checkpoint_shapes(path)
         if eos_token_ids is None:
             eos_token_ids = registry.eos_token_ids(path)
@@ -233,7 +236,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 "model": str(path),
                 "dtype": dtype,
                 "max_model_len": max_model_len,
-                "max_num_seqs": max_num_seqs,
+                "max_num_seqs": max_num_seqs or 256,
                 "speculative_config": speculative_config and dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 "skip_tokenizer_init": vision is None,
@@ -249,6 +252,13 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             arguments |= engine_args or {}
             args = EngineArgs(**arguments)
             try:
+                if max_num_seqs is None and not on_cpu:
+                    num_values = sum(map(math.prod, shapes.values()))
+                    args.max_num_seqs = options.fit_num_seqs(
+                        args,
+                        weight_bytes=num_values * dtype.itemsize,
+                        memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+                    )
                 config = args.create_engine_config(options.usage_context(on_cpu=on_cpu))
             except ValueError as error:
                 if "architectures" not in str(error):

@@ -10,6 +10,8 @@ import torch
 from gcore_rollout.errors import require
 
 _CPU_KV_CACHE_BYTES = 1 << 30
+_LEAST_NUM_SEQS = 256
+_MOST_NUM_SEQS = 1024
 
 
 def device_options(
@@ -64,6 +66,33 @@ def device_options(
     if share is not None and not on_cpu:
         options["gpu_memory_utilization"] = share
     return options
+
+
+def fit_num_seqs(args: Any, *, weight_bytes: int, memory_bytes: int) -> int:
+    """Return how many samples may run at once, from 256 to 1,024, by the memory of keys and values on each GPU.
+
+    All may grow to the longest length, but a running sample has half of its tokens on average: so many are counted.
+    With the lower bound, samples that do not fit wait, which costs less than steps of few samples.
+
+    Args:
+        args: vLLM's `EngineArgs`, in which None stands for vLLM's choice.
+        weight_bytes: size of the model, which the GPUs of the engine share.
+        memory_bytes: size of a GPU's memory.
+    """
+    model = args.create_model_config()
+    kv_bytes = args.kv_cache_memory_bytes
+    if kv_bytes is None:
+        share = args.gpu_memory_utilization
+        kv_bytes = share * memory_bytes - weight_bytes / args.tensor_parallel_size
+    num_heads = max(1, model.get_total_num_kv_heads() // args.tensor_parallel_size)
+    values = num_heads * model.get_head_size() * model.get_total_num_hidden_layers()
+    # Latent attention has one vector in place of a key and a value.
+    values *= 1 if model.use_mla else 2
+    is_fp8 = str(args.kv_cache_dtype).startswith("fp8")
+    token_bytes = values * (1 if is_fp8 else model.dtype.itemsize)
+    most = min(_MOST_NUM_SEQS, args.max_num_batched_tokens or _MOST_NUM_SEQS)
+    fitting = int(2 * kv_bytes / (token_bytes * model.max_model_len))
+    return min(most, max(_LEAST_NUM_SEQS, fitting))
 
 
 def usage_context(*, on_cpu: bool) -> Any:
