@@ -72,7 +72,7 @@ def test_a_good_machine_is_fine() -> None:
     assert shown["gpus"] == (
         "8 x NVIDIA H100 80GB HBM3 (86 GB), driver 580.82.07 for CUDA up to 13.0, torch for CUDA 13.0"
     )
-    assert shown["numa"] == "128 cores, 2 NUMA nodes; GPUs 0 to 3 on node 0, 4 to 7 on node 1"
+    assert shown["numa"] == "128 cores, 2 NUMA nodes; GPUs: 4 on node 0, 4 on node 1"
     assert shown["ray token"] == "in RAY_AUTH_TOKEN"
 
 
@@ -210,7 +210,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"memory": LIMITED},
         "memory",
         "warning",
-        "limited to 4.3 of the machine's 68.7 GB",
+        "of 68.7 GB, the container is limited to 4.3 GB",
     ),
     "little disk": ({"disk_free_bytes": 10 * GIB}, "disk", "warning", "14 GB"),
     "a full disk": ({"disk_free_bytes": 100 << 20}, "disk", "error", "trainer.max_ckpt_to_keep"),

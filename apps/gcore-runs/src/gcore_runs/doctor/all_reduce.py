@@ -29,7 +29,7 @@ def time_all_reduce(num_ranks: int, rendezvous: Sequence[str] = ("--standalone",
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-    except subprocess.SubprocessError as error:
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         reasons = re.findall(r"\w+Error: .*", str(error.stderr))
         advice = "NCCL_DEBUG=INFO shows why; name the network of the nodes in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         return judge("all-reduce", [*reasons, str(error)][0], error=advice)

