@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,26 @@ def test_options_out_of_bounds_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         VLLMEngine.from_pretrained(tied.path, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "blocked", "gpu"), [(1, 1, "GPU-0"), (3, 0, "GPU-0"), (3, 1, None), (3, 2, None)]
+)
+def test_ranks_open_memory_of_a_gpu_that_all_can_access(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, blocked: int, gpu: str | None
+) -> None:
+    """Weights stay on the first rank's GPU where no other rank is ``blocked`` from it."""
+
+    class StandIn(VLLMEngine):
+        def __init__(self) -> None:
+            self._on_cpu = False
+            self._num_ranks = num_ranks
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda rank, _: rank != blocked)
+    properties = SimpleNamespace(uuid="GPU-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert StandIn().weights_gpu == gpu
 
 
 def test_samples_have_seeds_where_they_cost_nothing() -> None:
