@@ -166,19 +166,14 @@ async def start_engine(
     if settings.is_on_servers:
         engine, _ = await connect_engine(settings, config, model, eos_token_ids, instrumentation)
         return engine
-    # All processes that generate at the same time share the cores.
-    judges = sum(judge.num_processes for judge in config.judges.values())
     num_lent = 0
     if settings is config.rollout:
         num_lent = config.sizes.num_lent
     return await instrumentation.start(
         engine_factory(settings, config, model, eos_token_ids=eos_token_ids),
         settings.num_processes,
-        num_threads=max(
-            1,
-            config.threads
-            // (max(1, config.rollout.num_processes) + config.sizes.num_lent + judges),
-        ),
+        # All that generate share the cores.
+        num_threads=max(1, config.threads // max(1, config.sizes.num_engine_places)),
         preload=settings.kind.preload,
         gpus=_gpus(settings, config, num_lent),
         num_lent=num_lent,

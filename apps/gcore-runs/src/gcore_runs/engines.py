@@ -80,7 +80,7 @@ class Instrumentation:
             return self.instrument(make(), 0)
         names = [(self.role, i) for i in range(count)] + [(LENT, i) for i in range(num_lent)]
 
-        make_engine = partial(_make_next_to_gpus, make) if gpus else make
+        make_engine = partial(make_next_to_gpus, make) if gpus else make
 
         def make_factory(index: int) -> "Callable[[], Engine[RequestT, SampleT]]":
             if not self.logs:
@@ -106,9 +106,10 @@ class Instrumentation:
 NO_INSTRUMENTATION = Instrumentation()
 
 
-def _make_next_to_gpus(
+def make_next_to_gpus(
     make: "Callable[[], Engine[RequestT, SampleT]]",
 ) -> "Engine[RequestT, SampleT]":
+    """Make an engine in a process that runs on the CPUs next to its GPUs from now on."""
     from gcore_runs.loop.cpu_binding import bind_to_gpus
 
     bind_to_gpus()
@@ -207,8 +208,7 @@ def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[
 def list_preloads(config: "BaseRLConfig") -> tuple[str, ...]:
     """Return the modules that processes of the policy's engines and the judges' need."""
     modules: dict[str, None] = {}
-    engines: list[Any] = [config.rollout, *config.judges.values()]
-    for engine in engines:
+    for engine in (config.rollout, *config.judges.values()):
         if isinstance(engine, LocalEngineConfig):
             modules.update(dict.fromkeys(engine.kind.preload))
     return tuple(modules)

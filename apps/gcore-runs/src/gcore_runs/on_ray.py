@@ -45,6 +45,7 @@ from gcore_runs.engines import (
     engines_in_turns,
     lending_of,
     list_preloads,
+    make_next_to_gpus,
 )
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.logs import announce_slow_calls, log_to, logged, logs_of
@@ -199,11 +200,7 @@ def holds_asleep(
 def _with_allocator(config: BaseRLConfig, make: EngineFactory) -> Engine[Any, Any]:
     """Make an engine in an actor, whose environment is its own, next to its GPUs with torch's CUDA allocator set up."""
     os.environ.update(allocator_variables(config))
-    if config.device.startswith("cuda"):
-        from gcore_runs.loop.cpu_binding import bind_to_gpus
-
-        bind_to_gpus()
-    return make()
+    return make_next_to_gpus(make) if config.device.startswith("cuda") else make()
 
 
 async def _run_controller(

@@ -98,22 +98,22 @@ async def start_engines(
     Each is in this process, or several in their own.
     """
     judge = config.reward.judge
-    num_engines = config.rollout.num_processes
-    num_judges = judge.num_processes
-    num_lent = config.sizes.num_lent
-    num_threads = max(1, config.threads // max(1, num_engines + num_lent + num_judges))
+    num_threads = max(1, config.threads // config.sizes.num_engine_places)
     policy: Engine[Any, Any] = await instrumentation.start(
         sampler_factory(config, model=model),
-        num_engines,
+        config.rollout.num_processes,
         num_threads=num_threads,
         preload=PRELOAD_DIFFUSERS,
-        num_lent=num_lent,
+        num_lent=config.sizes.num_lent,
     )
     to_close.push_async_callback(policy.close)
     if not config.reward.is_judged:
         return policy, None
     judges: Engine[Any, Any] = await replace(instrumentation, role="judge").start(
-        judge_factory(config), num_judges, num_threads=num_threads, preload=judge.kind.preload
+        judge_factory(config),
+        judge.num_processes,
+        num_threads=num_threads,
+        preload=judge.kind.preload,
     )
     to_close.push_async_callback(judges.close)
     return policy, judges

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +22,12 @@ def bind_to_gpus(gpu: int | None = None) -> None:
     for index in range(torch.cuda.device_count()):
         if gpu in (None, index):
             device: Any = torch.cuda.get_device_properties(index)
-            slot = f"{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
-            addresses.append(f"{device.pci_domain_id:04x}:{slot}")
+            address = device.pci_domain_id, device.pci_bus_id, device.pci_device_id
+            addresses.append("{:04x}:{:02x}:{:02x}.0".format(*address))
     cpus = find_nearest_cpus(addresses, allowed=os.sched_getaffinity(0))
     if cpus:
         bind_threads(cpus)
-        _logger.info("runs on %d CPUs next to the GPUs at %s", len(cpus), ", ".join(addresses))
+        _logger.info("runs on the CPUs next to its GPUs: %s", sorted(cpus))
 
 
 def find_nearest_cpus(
@@ -34,30 +35,21 @@ def find_nearest_cpus(
 ) -> set[int]:
     """Return the CPUs of the NUMA nodes that PCI devices are attached to; empty: nothing is to be bound.
 
-    That is so where there is one node, where a device's node is unknown, and where the process may not run on all CPUs:
-    then a container, or the user, has chosen them.
+    That is so where all CPUs are as near, and where the process may not run on all: a container, or the user, has
+    chosen them.
 
     Args:
         addresses: of the devices, such as 0000:18:00.0.
         allowed: the CPUs that the process may run on.
         sys: where Linux describes the machine.
     """
-    cpus_by_node: dict[int, set[int]] = {}
-    for folder in (sys / "devices/system/node").glob("node[0-9]*"):
-        cpus = _parse_cpus((folder / "cpulist").read_text())
-        # Some nodes have memory alone.
-        if cpus:
-            cpus_by_node[int(folder.name.removeprefix("node"))] = cpus
-    if len(cpus_by_node) < 2 or not set().union(*cpus_by_node.values()).issubset(allowed):
-        return set()
+    cpus = _read_cpus(sys / "devices/system/cpu/online")
     nearest: set[int] = set()
     for address in addresses:
-        file = sys / "bus/pci/devices" / address / "numa_node"
-        # Linux writes -1 if the firmware does not say it.
-        node = int(file.read_text()) if file.is_file() else -1
-        if node not in cpus_by_node:
-            return set()
-        nearest |= cpus_by_node[node]
+        # All CPUs, if the firmware does not say to which node the device is attached.
+        nearest |= _read_cpus(sys / "bus/pci/devices" / address / "local_cpulist")
+    if nearest == cpus or not cpus.issubset(allowed):
+        return set()
     return nearest
 
 
@@ -69,11 +61,9 @@ def bind_threads(cpus: Collection[int]) -> None:
             os.sched_setaffinity(int(thread.name), cpus)
 
 
-def _parse_cpus(text: str) -> set[int]:
-    """Return the numbers of a list such as ``0-3,8``."""
+def _read_cpus(file: Path) -> set[int]:
+    """Return the numbers of a list such as ``0-3,8``, which may be empty."""
     cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first:
-            cpus.update(range(int(first), int(last or first) + 1))
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", file.read_text()):
+        cpus.update(range(int(first), int(last or first) + 1))
     return cpus

@@ -33,22 +33,15 @@ def device_options(
         ValueError: a value is out of its bounds.
     """
     share = gpu_memory_utilization
+    is_share = share is None or 0 < share <= 1
+    require("gpu_memory_utilization", share, is_share, "a number in (0, 1], or None", ValueError)
     tokens = max_num_batched_tokens
-    require(
-        "gpu_memory_utilization",
-        share,
-        share is None or 0 < share <= 1,
-        "a number in (0, 1], or None",
-        ValueError,
-    )
-    require(
-        "max_num_batched_tokens",
-        tokens,
-        tokens is None or tokens >= 1,
-        "at least 1, or None",
-        ValueError,
-    )
+    has_tokens = tokens is None or tokens >= 1
+    require("max_num_batched_tokens", tokens, has_tokens, "at least 1, or None", ValueError)
+    if on_cpu and kv_cache_memory_bytes is None:
+        kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
     options: dict[str, Any] = {
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
         # None: vLLM's choice for the device and the usage context.
         "max_num_batched_tokens": max_num_batched_tokens,
         "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
@@ -60,9 +53,6 @@ def device_options(
         # On CPU a seeded prompt cut in chunks ends in "CPU Generator does not use offset".
         "enable_chunked_prefill": False if on_cpu else None,
     }
-    if on_cpu and kv_cache_memory_bytes is None:
-        kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
-    options["kv_cache_memory_bytes"] = kv_cache_memory_bytes
     if share is not None and not on_cpu:
         options["gpu_memory_utilization"] = share
     return options
@@ -80,16 +70,17 @@ def fit_num_seqs(args: Any, *, weight_bytes: int, memory_bytes: int) -> int:
         memory_bytes: size of a GPU's memory.
     """
     model = args.create_model_config()
-    kv_bytes = args.kv_cache_memory_bytes
-    if kv_bytes is None:
-        share = args.gpu_memory_utilization
-        kv_bytes = share * memory_bytes - weight_bytes / args.tensor_parallel_size
-    num_heads = max(1, model.get_total_num_kv_heads() // args.tensor_parallel_size)
-    values = num_heads * model.get_head_size() * model.get_total_num_hidden_layers()
-    # Latent attention has one vector in place of a key and a value.
-    values *= 1 if model.use_mla else 2
-    is_fp8 = str(args.kv_cache_dtype).startswith("fp8")
-    token_bytes = values * (1 if is_fp8 else model.dtype.itemsize)
+    num_gpus = args.tensor_parallel_size
+    kv_bytes = args.kv_cache_memory_bytes or (
+        args.gpu_memory_utilization * memory_bytes - weight_bytes / num_gpus
+    )
+    num_heads = max(1, model.get_total_num_kv_heads() // num_gpus)
+    token_bytes = num_heads * model.get_head_size() * model.get_total_num_hidden_layers()
+    if not model.use_mla:
+        # Latent attention has one vector in place of a key and a value.
+        token_bytes *= 2
+    if not args.kv_cache_dtype.startswith("fp8"):
+        token_bytes *= model.dtype.itemsize
     most = min(_MOST_NUM_SEQS, args.max_num_batched_tokens or _MOST_NUM_SEQS)
     fitting = int(2 * kv_bytes / (token_bytes * model.max_model_len))
     return min(most, max(_LEAST_NUM_SEQS, fitting))
