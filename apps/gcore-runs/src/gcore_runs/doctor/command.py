@@ -73,10 +73,11 @@ def _findings(address: str, folder: Path, args: DoctorArgs, *, parameters: int) 
     machine = read_machine(folder)
     own = check_machine(machine, parameters=parameters)
     if not address:
+        own += [*check_ports(machine), *check_token(machine)]
         num_ranks = args.all_reduce_ranks or machine.torch_gpus
         if num_ranks > 1:
             own.append(time_all_reduce(num_ranks))
-        return _locate("", [*own, *check_ports(machine), *check_token(machine)])
+        return _locate("", own)
     from gcore_controller import ClusterError, check_token as check_access
 
     try:
