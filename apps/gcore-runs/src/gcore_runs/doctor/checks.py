@@ -76,7 +76,8 @@ def check_versions(machine: Readings) -> Iterator[Finding]:
         if name not in versions and f"{name}-cpu" in versions:
             name = f"{name}-cpu"
         texts.append(f"{name} {versions.get(name, 'not installed')}")
-        if name in versions and _series(versions[name]) != _series(tested):
+        series = tested[: tested.rindex(".") + 1]
+        if not versions.get(name, series).startswith(series):
             untested.append(f"{name} {tested}")
     error = ""
     warning = ""
@@ -315,10 +316,6 @@ def check_token(machine: Readings) -> Iterator[Finding]:
         observed = f"{token.source} can be read by others"
         warning = f"chmod 600 {token.source}"
     yield judge("ray token", observed, error=error, warning=warning)
-
-
-def _series(version: str) -> list[str]:
-    return version.split("+")[0].split(".")[:2]
 
 
 def _major(version: str) -> int:

@@ -16,7 +16,7 @@ from gcore_controller import connect_quietly
 from gcore_runs.doctor.all_reduce import time_all_reduce
 from gcore_runs.doctor.checks import Finding
 from gcore_runs.doctor.node_checks import Node
-from gcore_runs.doctor.readings import Readings, read_machine
+from gcore_runs.doctor.readings import Readings, existing_folder, read_machine
 
 _TIMEOUT_S = 120.0
 """Starting a process on a node, and importing torch there, may take a minute from a shared file system."""
@@ -158,8 +158,7 @@ def _ask_for_marker(probes: Mapping[str, Any], folder: Path) -> Mapping[str, boo
 
     All do where this process cannot write it.
     """
-    existing = next(path for path in [folder, *folder.parents] if path.is_dir())
-    marker = existing / f".gcore-doctor-{uuid.uuid4().hex}"
+    marker = existing_folder(folder) / f".gcore-doctor-{uuid.uuid4().hex}"
     try:
         marker.touch()
     except OSError:

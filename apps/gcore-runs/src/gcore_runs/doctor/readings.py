@@ -282,11 +282,14 @@ def _torch() -> tuple[str, int, str, str]:
     return cuda or "", torch.cuda.device_count(), nccl, ""
 
 
+def existing_folder(folder: Path) -> Path:
+    """Return the folder, or the one that it will be in."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+
+
 def _disk(folder: Path) -> tuple[str, int]:
     """Return the error of writing into the folder, or the one that it will be in, and the free bytes there."""
-    existing = next(
-        path for path in [folder.absolute(), *folder.absolute().parents] if path.exists()
-    )
+    existing = existing_folder(folder)
     error = ""
     if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
         error = f"{existing} cannot be written to"
