@@ -7,13 +7,16 @@
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
 #
 # A run on Slurm: Ray's head on the first node, a worker on each other node, and `gcore-llm train` on the first. Options
 # are those of train; submitted again, the same ones continue the run from its last checkpoint:
 #
 #   sbatch deploy/slurm.sh --model models/Qwen2.5-7B-Instruct --data.train-files train.jsonl --reward math-verify
 #
-# From a clone with its environment (.venv) on a file system that all nodes share.
+# Ten minutes before the time limit (--signal) the run saves its last finished step, and the job is queued again. From a
+# clone with its environment (.venv) on a file system that all nodes share.
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate
@@ -48,4 +51,19 @@ if ((SLURM_NNODES > 1)); then
 fi
 
 gcore-llm doctor --ray "$host:$port" --nodes "$SLURM_NNODES"
-gcore-llm train --runtime ray --ray.address "$host:$port" "$@"
+gcore-llm train --runtime ray --ray.address "$host:$port" "$@" &
+train=$!
+is_over=
+trap 'is_over=1; kill -USR1 "$train"' USR1
+code=0
+wait "$train" || code=$?
+if [[ $is_over ]]; then
+  # The signal has ended the first `wait`, not the run.
+  code=0
+  wait "$train" || code=$?
+  # 130: the run has saved what it had finished; 138: it had not started yet.
+  if ((code == 130 || code == 138)); then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+exit "$code"

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from command_line import option_set, step_rows
+from tiny_jobs import HOLDING
 
 from gcore_llm.cli import parse_train, parse_train_args
 from gcore_llm.learning.dry_run import dry_run
@@ -62,6 +64,19 @@ def test_the_rayjob_has_the_shape_of_kuberay() -> None:
     [
         (["spec", "entryPoint"], "gcore-llm train"),
         (["apiVersion"], "ray.io/v1alpha1"),
+        (
+            [
+                "spec",
+                "rayClusterSpec",
+                "headGroupSpec",
+                "template",
+                "spec",
+                "containers",
+                0,
+                "image",
+            ],
+            "gcore:cuda@sha256:12",
+        ),
         (["spec", "rayClusterSpec", "authOptions", "mode"], "tokens"),
         (["spec", "rayClusterSpec", "headGroupSpec", "rayStartParams", "num-gpus"], 0),
         (
@@ -116,10 +131,44 @@ def test_the_cluster_wants_a_token_and_no_other_pod_reaches_its_ports() -> None:
     assert CLUSTER["authOptions"] == {"mode": "token", "secretName": "gcore-ray-token"}
     assert CLUSTER["rayVersion"] == TESTED["ray"]
     labels = POLICY["spec"]["podSelector"]["matchLabels"]
+    # A label of this job alone.
+    assert labels == {"gcore-job": JOB["metadata"]["name"]}
+    assert POLICY["metadata"]["name"] == JOB["metadata"]["name"]
     assert all(group["template"]["metadata"]["labels"] == labels for group in GROUPS)
     own, dashboard = POLICY["spec"]["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": labels}}]}
     assert [port["port"] for port in dashboard["ports"]] == [8265]
+
+
+def test_pods_have_no_rights_that_they_do_not_need() -> None:
+    """And a user who may write to the volume; Kueue starts all of them or none."""
+    [uid] = re.findall(r"useradd --uid (\d+)", (DEPLOY / "Dockerfile").read_text())
+    for group in GROUPS:
+        spec = group["template"]["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        user = spec["securityContext"]
+        assert user["runAsNonRoot"]
+        assert user["runAsUser"] == user["fsGroup"] == int(uid)
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        security = spec["containers"][0]["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"]["drop"] == ["ALL"]
+    assert JOB["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gcore"}
+    # Kueue admits no other.
+    assert JOB["spec"]["shutdownAfterJobFinishes"]
+    [workers] = CLUSTER["workerGroupSpecs"]
+    [container] = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["rdma/rdma_shared_device_a"] == "1"
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+
+
+def test_kernels_are_compiled_once() -> None:
+    """On the volume that all nodes share; the names are those that Triton, torch and vLLM read."""
+    for group in GROUPS:
+        [container] = group["template"]["spec"]["containers"]
+        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+            assert variables.pop(name).startswith("/shared/cache/")
 
 
 def test_the_entrypoint_is_parsed_and_fits_on_the_gpus() -> None:
@@ -197,7 +246,7 @@ SLURM = (DEPLOY / "slurm.sh").read_text()
 def test_the_slurm_script_is_bash_and_its_commands_are_parsed() -> None:
     subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
     assert os.access(DEPLOY / "slurm.sh", os.X_OK)
-    values = {"$host:$port": "10.0.0.1:20001", "$SLURM_NNODES": "2", "$@": ""}
+    values = {"$host:$port": "10.0.0.1:20001", "$SLURM_NNODES": "2", "$@": "", "&": ""}
     commands = [
         shlex.split(line)[1:] for line in SLURM.splitlines() if line.startswith("gcore-llm ")
     ]
@@ -294,52 +343,129 @@ def test_files_that_commands_of_the_page_name_exist() -> None:
     assert parse_train(arguments).reward == "math-verify"
 
 
-# Slurm on one machine: two nodes, whose steps are processes here.
+# Slurm on one machine: two nodes, whose steps are processes here. The head is started as the RayJob starts its own,
+# without a GPU; the other node has one, as far as Ray knows.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
+[[ " $* " == *" --head "* ]] && set -- "$@" $HEAD_PARAMS
 exec "$@"
 """
-SCONTROL = "#!/usr/bin/env bash\nprintf 'node-0\\nnode-1\\n'\n"
+# A job that is queued again has its nodes at once: the same command continues on the cluster that is still there, and
+# after it the RayJob's command is run.
+SCONTROL = """#!/usr/bin/env bash
+case $1 in
+  show) printf 'node-0\\nnode-1\\n' ;;
+  requeue)
+    echo "queued again: $2"
+    rm hold
+    gcore-llm train --runtime ray $TRAIN_ARGS
+    echo "continued: $?"
+    $ENTRYPOINT
+    echo "the RayJob: $?"
+    ;;
+esac
+"""
 
 
-@pytest.mark.slow
-def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path, own_args: list[str]) -> None:
-    """Ray's head and worker are started with a token, the doctor checks both, and the run is complete."""
+def rayjob_command(args: list[str]) -> list[str]:
+    """The entrypoint, with the files and the shape of a small job, and engines for one CPU each."""
+    command = shlex.split(JOB["spec"]["entrypoint"])
+    changes = {"--runs-dir": "runs", "--device": "cpu", "--rollout.engine": "hf"}
+    changes["--rollout.tensor-parallel-size"] = "1"
+    for name in ("--model", "--data.train-files", "--reward"):
+        changes[name] = args[args.index(name) + 1]
+    for name, value in changes.items():
+        command = option_set(command, name, value)
+    return [*command, "--threads", "1", *args[args.index("--data.train-batch-size") :]]
+
+
+@pytest.fixture(scope="module")
+def job(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """The folder, the output and the exit code of a job that is told in its second step that its time is over."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "holding.py").write_text(HOLDING)
+    job_id = os.getpid()
+    args = option_set(own_args[1:], "--reward", "holding.py:reward")
+    args = option_set(args, "--trainer.total-training-steps", "4")
+    args += ["--trainer.num-processes", "2"]
+    hosts = subprocess.check_output(["hostname", "--all-ip-addresses"], text=True).split()
+    address = f"{hosts[0]}:{20_000 + job_id % 10_000}"
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / ".venv").symlink_to(sys.prefix)
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("RAY_A", "SLURM"))
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM"))
     }
+    head_params = CLUSTER["headGroupSpec"]["rayStartParams"]
     environment |= {
-        "PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}",
-        "HOME": str(tmp_path),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": str(os.getpid()),
+        "PATH": f"{folder}{os.pathsep}{environment['PATH']}",
+        "HOME": str(folder),
+        "HEAD_PARAMS": " ".join(f"--{name}={value}" for name, value in head_params.items()),
+        "TRAIN_ARGS": " ".join(["--ray.address", address, *args]),
+        "ENTRYPOINT": " ".join(["env", f"RAY_ADDRESS={address}", *rayjob_command(own_args)]),
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": str(job_id),
         "SLURM_JOB_NODELIST": "node-[0-1]",
         "SLURM_NNODES": "2",
         "SLURM_CPUS_PER_TASK": "2",
-        "SLURM_GPUS_ON_NODE": "0",
-        # Not 30 % of a machine that others use, too.
+        "SLURM_GPUS_ON_NODE": "1",
+        # Others use this machine, too: by default workers give way to them, and the store takes 30 % of the memory.
+        "RAY_worker_niceness": "0",
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 << 20),
     }
-    log = tmp_path / "log"
+    log = folder / "log"
+    metrics = folder / "runs/default/metrics.jsonl"
     with log.open("w") as out:
-        command = ["bash", DEPLOY / "slurm.sh", *own_args[1:], "--trainer.num-processes", "2"]
         process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=out, start_new_session=True
+            ["bash", DEPLOY / "slurm.sh", *args],
+            env=environment,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
         try:
+            while process.poll() is None and not (metrics.exists() and step_rows(metrics.parent)):
+                time.sleep(0.02)
+            (folder / "hold").touch()
+            process.send_signal(signal.SIGUSR1)
             code = process.wait(timeout=600)
         finally:
             with suppress(ProcessLookupError):  # all have ended
                 os.killpg(process.pid, signal.SIGKILL)
-    said = log.read_text()
-    assert code == 0, said
-    assert "nodes          2 nodes: " in said
-    assert "ray token      required by the cluster" in said
-    assert "\nno errors, " in said
-    assert (tmp_path / "runs/default/report.html").is_file()
-    assert not list(tmp_path.glob(".ray-token-*"))
-    shutil.rmtree(tmp_path / "runs")
+    return folder, log.read_text(), code
+
+
+@pytest.mark.slow
+def test_the_slurm_script_runs_on_two_nodes(job: tuple[Path, str, int]) -> None:
+    """Ray's head and worker are started with a token, and the doctor checks both."""
+    folder, out, _ = job
+    assert "nodes          2 nodes: " in out, out
+    assert "ray token      required by the cluster" in out
+    assert "\nno errors, " in out
+    assert not list(folder.glob(".ray-token-*"))
+
+
+@pytest.mark.slow
+def test_a_slurm_job_saves_before_its_time_is_over_and_continues(
+    job: tuple[Path, str, int],
+) -> None:
+    """SIGUSR1 ends the step; the finished ones are saved, and the same command continues after them."""
+    folder, out, code = job
+    assert code == 130, out
+    before, _, after = out.partition(f"queued again: {os.getpid()}\n")
+    assert (
+        "gcore-llm: interrupted; the same command continues from the last finished step" in before
+    )
+    assert re.search(r"resuming after step [1-3] of 4", after), out
+    assert "continued: 0\n" in after, out
+    assert [row["step"] for row in step_rows(folder / "runs/default")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_the_entrypoint_runs_on_a_cluster_whose_head_has_no_gpu(job: tuple[Path, str, int]) -> None:
+    """With the numbers of the RayJob, of which the cluster has capacity for a part, and ranks in turns with engines."""
+    folder, out, _ = job
+    assert "the cluster has capacity for" in out, out
+    assert "the RayJob: 0\n" in out, out
+    assert (folder / "runs/grpo/report.html").is_file()
