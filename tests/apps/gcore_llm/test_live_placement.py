@@ -653,7 +653,7 @@ def test_idle_engines_judge_within_a_step(cli: Cli, judged: list[str]) -> None:
     os.kill(int(re.findall(r"process (\d+) on", its_log.read_text())[-1]), signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished
-    assert f"{lent()[0]} is gone: engine process" in finished.out
+    assert re.search(rf"{lent()[0]} is gone: .*engine process \d+ was killed", finished.out)
     for number in range(3):
         log_of_policy = (run / f"logs/engine-{number}.log").read_text()
         assert len(re.findall(r"process \d+ on \S+ begins", log_of_policy)) == 1
