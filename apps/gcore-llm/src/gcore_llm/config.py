@@ -70,8 +70,7 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     """Strings that end a response, such as '</answer>', as an end-of-sequence token does. The token that completes one
     and those before it are a part of the response, and are learned; in several turns, they end a turn."""
     max_num_seqs: NonNegative = 0
-    """Most responses generated at once, by each replica; 0: 256 to 1024 with vllm on a GPU, by its memory of keys and
-    values, and else 256."""
+    """Most responses generated at once, by each replica; 0: with vllm on a GPU by its memory, and else 256."""
     partial_rollout: bool = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
     step, under its weights: no step waits for the longest responses. Agents continue to work."""
@@ -165,11 +164,9 @@ def _reads_token_rewards(name: str) -> bool:
     return get_advantage_estimator(name).reads_token_rewards
 
 
-_CRITIC_LR = 1e-5
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
 _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
-_DIVISOR = one_of("seq-mean-token-sum-norm")
 _READ_WITH = (
     ReadWith(
         settings=("algorithm.norm_adv_by_std_in_grpo",),
@@ -230,13 +227,10 @@ _READ_WITH = (
     ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
     ReadWith(
         settings=("actor.loss.max_response_length",),
-        chosen_by={"actor.loss.loss_agg_mode": _DIVISOR},
+        chosen_by={"actor.loss.loss_agg_mode": one_of("seq-mean-token-sum-norm")},
     ),
     ReadWith(
-        settings=(
-            "actor.activation_offload",
-            "actor.compile",
-        ),
+        settings=("actor.activation_offload", "actor.compile"),
         chosen_by={"trainer.backend": one_of("torch")},
     ),
     ReadWith(
@@ -367,11 +361,9 @@ class TrainConfig(BaseRLConfig):
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
         rollout.agent.check_with(self)
         several_turns = "several turns" if rollout.has_several_turns else ""
-        greedy = (
-            f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
-            if algorithm.estimator.needs_greedy
-            else ""
-        )
+        greedy = ""
+        if algorithm.estimator.needs_greedy:
+            greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
         trainer = self.trainer
         overlapped = f"trainer.schedule {trainer.schedule!r}" if trainer.schedule != "sync" else ""
         simulated = "a simulation" if self.is_simulated else ""
@@ -404,12 +396,8 @@ class TrainConfig(BaseRLConfig):
         self.distillation.check_with(
             algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated
         )
-        option = rollout.low_precision_option
-        if option and not algorithm.rollout_correction.is_active:
-            raise UserError(
-                f"rollout.engine_options.{option} is {rollout.engine_options[option]!r}; expected none without "
-                "algorithm.rollout_correction, such as rollout_is 'token' with algorithm.old_log_probs 'trainer'"
-            )
+        if not algorithm.rollout_correction.is_active:
+            rollout.check_precision()
         self._check_memory_settings()
         has_adapters = self.actor.lora_rank > 0
         if trainer.megatron_config.overlap_param_gather is True and has_adapters:
@@ -458,7 +446,7 @@ class TrainConfig(BaseRLConfig):
     @property
     def critic_optimizer(self) -> ActorOptimConfig:
         """The critic's optimizer: the actor's with a rate of its own, and with what critic.optim has."""
-        return override(self.actor.optim, {"lr": _CRITIC_LR} | self.critic.optim, "critic.optim")
+        return override(self.actor.optim, {"lr": 1e-5} | self.critic.optim, "critic.optim")
 
     @property
     def set_rewards(self) -> dict[str, str]:

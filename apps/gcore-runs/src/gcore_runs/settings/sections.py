@@ -473,14 +473,15 @@ class LocalEngineConfig(Checked):
             return ""
         return str(speculation.get("model", ""))
 
-    @property
-    def low_precision_option(self) -> str:
-        """The first engine option by which it computes in fewer bits than the trainer; empty: there is none."""
-        if self.kind.library_options:
-            for name in _LOW_PRECISION:
-                if self.engine_options.get(name) not in _TRAINER_PRECISION:
-                    return name
-        return ""
+    def check_precision(self) -> None:
+        """Raise `UserError` for an option by which the engine computes in fewer bits than the trainer, uncorrected."""
+        for name in _LOW_PRECISION:
+            value = self.engine_options.get(name)
+            if self.kind.library_options and value not in _TRAINER_PRECISION:
+                raise UserError(
+                    f"{self.section}.engine_options.{name} is {value!r}; expected none without "
+                    "algorithm.rollout_correction, such as rollout_is 'token' with algorithm.old_log_probs 'trainer'"
+                )
 
     @property
     def max_num_batched_tokens(self) -> int | None:
