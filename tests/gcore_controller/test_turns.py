@@ -89,8 +89,8 @@ class SleepingTrainer:
     def __init__(self, device: SharedDevice) -> None:
         self._device = device
 
-    async def sleep(self) -> None:
-        self._device.sleep("trainer")
+    async def sleep(self, *, keep_weights: bool) -> None:
+        self._device.sleep("trainer states" if keep_weights else "trainer")
 
     async def wake(self) -> None:
         self._device.wake("trainer")
@@ -139,9 +139,11 @@ def run(
 
     async def record(event: Event) -> None:
         if isinstance(event, Evaluated):
-            assert ("trainer" in device.awake) == (not shares or modality.saves_evaluated)
+            assert not shares or "trainer" not in device.awake
+            if shares and modality.saves_evaluated:
+                assert device.awake == {"engine weights"}, "the policy can come back to be saved"
         if isinstance(event, Stepped):
-            assert not shares or "trainer" in device.awake, "the models can be saved"
+            assert not shares or "engine cache" not in device.awake, "the models can come back"
             metrics.append(
                 {k: v for k, v in event.metrics.items() if not k.startswith(("timing_s/", "perf/"))}
             )
@@ -164,7 +166,7 @@ def test_training_with_turns_is_the_same(world_size: int) -> None:
     alone, _ = run(world_size=world_size, shares=False)
     shared, device = run(world_size=world_size, shares=True)
     assert shared == alone
-    sync = ["+engine weights"]
+    sync = ["-trainer states", "+engine weights"]
     sampling = ["-trainer", "+engine weights engine cache", "+judge weights judge cache"]
     training = ["-engine dropped", "-judge kept", "+trainer"]
     # The last turn of sampling is that of the last evaluation.
@@ -177,11 +179,11 @@ class Saving(Tones):
     saves_evaluated = True
 
 
-def test_the_policy_of_an_evaluation_is_saved_in_the_trainers_turn() -> None:
+def test_the_policy_of_an_evaluation_is_saved_next_to_the_engines_weights() -> None:
     alone, _ = run(world_size=2, shares=False)
     shared, device = run(world_size=2, shares=True, modality=Saving)
     assert shared == alone
-    assert device.log[-4:] == ["-engine kept", "-judge kept", "+trainer", "+engine weights"]
+    assert device.log[-4:] == ["-engine kept", "-judge kept", "-trainer states", "+engine weights"]
 
 
 async def test_a_swap_that_fails_is_tried_again() -> None:
@@ -204,7 +206,7 @@ async def test_a_swap_that_fails_is_tried_again() -> None:
     assert device.log.count("+engine weights engine cache") == 1
     # Without an update in between, the weights are kept.
     await turns.take("sync")
-    assert device.log[-3:] == ["-engine kept", "+trainer", "+engine weights"]
+    assert device.log[-3:] == ["-engine kept", "-trainer states", "+engine weights"]
     await turns.take("training")
     assert device.awake == {"trainer"}
     assert engine.num_aborts == 2
@@ -227,7 +229,7 @@ def test_a_step_without_an_update_keeps_the_weights() -> None:
         world_size=1, shares=True, config=replace(CONFIG, total_steps=1), modality=Silent
     )
     sync, sampling = (
-        ["+engine weights"],
+        ["-trainer states", "+engine weights"],
         ["-trainer", "+engine weights engine cache", "+judge weights judge cache"],
     )
     assert device.log == [
@@ -235,7 +237,6 @@ def test_a_step_without_an_update_keeps_the_weights() -> None:
         *sampling,
         "-engine kept",
         "-judge kept",
-        "+trainer",
         *sync,
         *sampling,
     ]
@@ -288,9 +289,9 @@ class Alternating:
 
 
 class SlowTrainer(SleepingTrainer):
-    async def sleep(self) -> None:
-        await asyncio.sleep(0.25)
-        await super().sleep()
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await asyncio.sleep(0.0 if keep_weights else 0.25)
+        await super().sleep(keep_weights=keep_weights)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -328,6 +329,7 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
     assert lent == [0, 3, 0, 3]
     assert rule.seen == [(0.5, 7, swap_s) for swap_s in (0.0, 0.25, 0.0, 0.25)]
     loan = [
+        "-trainer states",
         "+engine weights",
         "-trainer",
         "+engine weights engine cache",

@@ -252,8 +252,7 @@ def test_turns_give_all_memory_to_one_role_at_a_time() -> None:
     assert_allclose(plan.peaks["generate"], sum(engine.values()))
     assert_allclose(plan.peaks["train"], sum(trainer.values()))
     bucket = 2 * 152064 * 3584
-    resident = trainer["weights"] + trainer["gradients"]
-    assert_allclose(plan.peaks["sync"], resident + engine["weights"] + bucket)
+    assert_allclose(plan.peaks["sync"], trainer["weights"] + engine["weights"] + bucket)
     assert trainer["optimizer"] == 0
     count = trainer["weights"] / 2
     expected = {"optimizer states": 16 * count, "models": 2 * count, "engines": engine["weights"]}
@@ -278,9 +277,40 @@ def test_weights_that_are_copied_whole() -> None:
         )
         trainer, weights = plan.roles["trainer"], plan.roles["policy engine"]["weights"]
         passing = weights if is_whole else 2 * 152064 * 3584
-        assert_allclose(
-            plan.peaks["sync"], trainer["weights"] + trainer["gradients"] + weights + passing
-        )
+        kept = trainer["weights"]
+        if has_adapters:
+            # Adapters are exported from the optimizer's originals, and stay with their gradients.
+            kept += trainer["gradients"]
+        assert_allclose(plan.peaks["sync"], kept + weights + passing)
+
+
+def test_by_turns_the_optimizer_is_on_the_device_for_updates_alone() -> None:
+    """Models that score have their weights; the policy's weights are alone next to the engine's."""
+    critic = ModelShape.from_config(QWEN_HALF_B)
+    job = job_of(QWEN_HALF_B, reference=True, critic=critic)
+    apart, beside = (
+        plan_on(job, H100, EngineSettings(takes_turns=takes_turns), LAYOUT)
+        for takes_turns in (True, False)
+    )
+    count = job.policy.num_parameters
+    weights = 2 * count
+    bucket = 2 * 151936 * 896
+    assert_allclose(apart.peaks["sync"], weights + weights + bucket, rtol=1e-6)
+    engine = beside.share("policy engine")
+    assert_allclose(beside.peaks["sync"], 38 * count + engine + bucket, rtol=1e-6)
+    # Gradients, masters and moments of policy and critic are the difference.
+    states = beside.peaks["prepare"] - engine - apart.peaks["prepare"]
+    assert_allclose(states, 2 * 16 * count, rtol=1e-6)
+    assert_allclose(apart.peaks["train"], beside.peaks["train"] - engine)
+    stored = plan_on(
+        job,
+        H100,
+        EngineSettings(takes_turns=True),
+        LAYOUT,
+        state=TrainingState(moments="8bit"),
+    )
+    masters_and_moments = stored.peaks["sync"] - apart.peaks["sync"]
+    assert_allclose(masters_and_moments, stored.roles["trainer"]["optimizer"], rtol=1e-6)
 
 
 def test_other_roles_are_counted() -> None:
@@ -319,7 +349,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     for peak_bytes in plan.remedies.values():
         assert peak_bytes <= plan.usable_bytes
     assert plan.peaks[plan.fullest] > plan.usable_bytes
-    assert plan.fullest == "sync"
+    assert plan.fullest == "train"
     assert plan_of(QWEN_HALF_B).fits
 
 

@@ -229,21 +229,34 @@ def megatron_replays(
 
 def megatron_rests(
     rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
-) -> tuple[list[dict[str, float]], Tensors, list[Box], list[tuple[int, int]], str]:
-    """As `megatron_trains`, asleep before each step; also the bytes awake and asleep, and the error of a sleeper."""
+) -> tuple[list[dict[str, float]], Tensors, list[Box], list[tuple[int, int, int]], str]:
+    """As `megatron_trains`, asleep before each step; also the bytes awake, with weights alone and asleep, and an error.
+
+    With weights alone they are exported; asleep, its state can be read; awake, the optimizer sleeps until the update.
+    """
     leave_groups()
     others = _held_bytes()
     trainer = _trainer(path, layout, options)
     metrics: list[dict[str, float]] = []
-    held: list[tuple[int, int]] = []
+    held: list[tuple[int, int, int]] = []
     error = ""
     for replicas in steps:
+        own = replicas[trainer.data_parallel_rank]
         before = _held_bytes()
+        live = [(*box, _values(tensor)) for *box, tensor in _boxes(trainer)]
+        weights = {name: _values(tensor) for name, tensor in trainer.export_weights()}
+        trainer.sleep(keep_weights=True)
+        kept = _held_bytes()
+        for name, tensor in trainer.export_weights():
+            np.testing.assert_array_equal(_values(tensor), weights[name])
+        del tensor
         trainer.sleep()
         trainer.sleep()
-        held.append((before - others, _held_bytes() - others))
+        held.append((before - others, kept - others, _held_bytes() - others))
+        for (*box, tensor), (*same, expected) in zip(_boxes(trainer), live, strict=True):
+            assert box == same
+            np.testing.assert_array_equal(_values(tensor), expected)
         for call in (
-            trainer.state,
             lambda: trainer.train_step([]),
             lambda: [*trainer.export_weights()],
         ):
@@ -252,9 +265,13 @@ def megatron_rests(
             error = str(raised.value)
         trainer.wake()
         trainer.wake()
+        assert _held_bytes() < before
+        trainer.log_probs(own)
+        assert _held_bytes() < before
+        trainer.wake(states=True)
         assert _held_bytes() == before
         _check_views(trainer)
-        metrics.append(trainer.train_step(replicas[trainer.data_parallel_rank]))
+        metrics.append(trainer.train_step(own))
     return metrics, _exported(rank, trainer), _boxes(trainer), held, error
 
 
@@ -272,6 +289,11 @@ def megatron_holds(
     for tensors in stored.values():
         on_host += sum(t.nbytes for t in tensors.values() if not t.untyped_storage().resizable())
     return _held_bytes() - others, on_host
+
+
+def _values(tensor: torch.Tensor) -> NDArray[np.float32]:
+    """Return a copy that is no tensor; memory that NumPy has seen cannot be freed."""
+    return tensor.to(torch.float32, copy=True).numpy()
 
 
 def _held_bytes() -> int:

@@ -68,7 +68,11 @@ def test_ranks_that_slept_continue_to_the_bit(
         torch.testing.assert_close(own_weights, weights, rtol=0, atol=0)
         (own, other) = ({str(box[:4]): box[4] for box in parts} for parts in (own_boxes, boxes))
         torch.testing.assert_close(own, other, rtol=0, atol=0)
-        assert all(50 * asleep < awake - asleep for awake, asleep in held), held
+        assert all(50 * asleep < awake - asleep for awake, _, asleep in held), held
+        for awake, kept, _ in held:
+            # Of bfloat16 2 of 6 + 12 bytes a parameter, of float32 4 of 16 and less, where ranks share moments.
+            # Adapters have few states.
+            assert kept < (1.0 if "lora" in options else 0.45) * awake, held
         assert "expected a call of wake() before" in error
 
 

@@ -21,16 +21,17 @@ from gcore_trainer import (
 )
 from gcore_trainer.torch.host_memory import OffloadArena, Sleeper, bytes_of, local, piece_bytes
 
+ADAMW = OptimizerConfig(lr=1e-3)
 GROUPS = [Group(12, [20, 1, 9]), Group(3, [25])]
 
 
-def make_trainer(path: Path, **options: Any) -> TorchTrainer:
+def make_trainer(path: Path, optimizer: OptimizerConfig = ADAMW, **options: Any) -> TorchTrainer:
     packed = PackedModel.from_pretrained(path, **options)
     # Parameters of a mapped file hold no memory of their own.
     for parameter in packed.model.parameters():
         parameter.data = parameter.data.clone()
     objective = PolicyObjective(PolicyLossConfig())
-    return TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-3), objective=objective)
+    return TorchTrainer(packed, optimizer=optimizer, objective=objective)
 
 
 def samples(seed: int) -> list[list[Sample]]:
@@ -46,6 +47,20 @@ def held_bytes(trainer: TorchTrainer) -> int:
     return sum(local(t).untyped_storage().nbytes() for t in tensors)
 
 
+def stored_bytes(trainer: TorchTrainer) -> int:
+    """Bytes of parameters, gradients and the optimizer's states on the device."""
+    storages: dict[int, int] = {}
+    tensors: list[torch.Tensor] = [*trainer._module.parameters()]  # pyright: ignore[reportPrivateUsage]
+    for group in trainer._stored_tensors().values():  # pyright: ignore[reportPrivateUsage]
+        tensors.extend(group.values())
+    for tensor in tensors:
+        for held in (tensor, tensor.grad if tensor.is_leaf else None):
+            if held is not None:
+                storage = local(held).untyped_storage()
+                storages[id(storage)] = storage.nbytes()
+    return sum(storages.values())
+
+
 def test_a_trainer_that_slept_continues_to_the_bit(qwen2: Path) -> None:
     rested, other = make_trainer(qwen2), make_trainer(qwen2)
     rested.wake()
@@ -56,9 +71,45 @@ def test_a_trainer_that_slept_continues_to_the_bit(qwen2: Path) -> None:
         assert held_bytes(rested) == 0 < before
         rested.wake()
         rested.wake()
-        assert held_bytes(rested) == before
+        # Of a parameter and its gradient; the gradient comes back for the update.
+        assert held_bytes(rested) == before / 2
         assert rested.train_step(samples(seed)) == other.train_step(samples(seed))
+        assert held_bytes(rested) == before
     torch.testing.assert_close(rested.state(), other.state(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_optimizer_sleeps_apart_from_the_weights(
+    qwen2: Path, name: Any, dtype: torch.dtype
+) -> None:
+    """Weights are exported and score meanwhile, and a checkpoint reads states in host memory."""
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    optimizer = OptimizerConfig(lr=1e-3, name=name)
+    rested, other = (make_trainer(qwen2, optimizer, compute_dtype=dtype) for _ in range(2))
+    for seed in range(3):
+        weights = {key: tensor.clone() for key, tensor in rested.export_weights()}
+        before = stored_bytes(rested)
+        rested.sleep(keep_weights=True)
+        num_bytes = sum(p.untyped_storage().nbytes() for p in rested._module.parameters())  # pyright: ignore[reportPrivateUsage]
+        assert stored_bytes(rested) == num_bytes < 0.5 * before
+        torch.testing.assert_close(dict(rested.export_weights()), weights, rtol=0, atol=0)
+        assert rested.log_probs(samples(seed))[0][0].size
+        if name != "adamw_8bit":
+            torch.testing.assert_close(rested.state(), other.state(), rtol=0, atol=0)
+            assert stored_bytes(rested) == num_bytes
+        rested.sleep()
+        assert stored_bytes(rested) == 0
+        torch.testing.assert_close(rested.state(), other.state(), rtol=0, atol=0)
+        rested.wake()
+        assert rested.train_step(samples(seed)) == other.train_step(samples(seed))
+        assert stored_bytes(rested) == before
+    state = other.state()
+    rested.sleep()
+    rested.wake()
+    rested.load_state(state)
+    torch.testing.assert_close(rested.state(), state, rtol=0, atol=0)
 
 
 def test_a_sleeping_trainer_refuses_all_else(qwen2: Path, tmp_path: Path) -> None:
@@ -70,7 +121,6 @@ def test_a_sleeping_trainer_refuses_all_else(qwen2: Path, tmp_path: Path) -> Non
         lambda: trainer.log_probs(samples(0)),
         lambda: list(trainer.export_weights()),
         lambda: trainer.save_pretrained(tmp_path / "model"),
-        lambda: trainer.state(),
         lambda: trainer.load_state(state),
     ]
     for call in calls:
@@ -97,10 +147,16 @@ def test_shared_memory_moves_once() -> None:
     module = torch.nn.Linear(4, 4, bias=False)
     view = module.weight.detach()[1:, 1:]
     expected = view.clone()
-    sleeper = Sleeper(module, lambda: {"view": {"weight": view}})
-    sleeper.sleep()
+    states, weights = Sleeper(module, lambda: {"view": {"weight": view}}), Sleeper(module)
+    states.sleep()
+    assert torch.equal(view, expected), "a view of a parameter is no state"
+    weights.sleep()
     assert view.untyped_storage().nbytes() == 0
-    sleeper.wake()
+    assert states.find(view) is None
+    found = weights.find(view)
+    assert found is not None
+    assert torch.equal(found, expected)
+    weights.wake()
     assert torch.equal(view, expected)
 
 

@@ -93,8 +93,7 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
         from gcore_rollout import DigestedWeights, divide_weights
 
-        self.wake()
-        self.use("actor")
+        self._wake_policy()
         options = {"averaged": True} if averaged else {}
         weights = self.trainers["actor"].export_weights(**options)
         divided = iter
@@ -117,15 +116,13 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         return DigestedWeights(divided(weights), dtypes=dtypes, unmerged=unmerged)
 
     def save_pretrained(self, path: Path) -> None:
-        self.wake()
-        self.use("actor")
+        self._wake_policy()
         if self.exports_adapters:
             self.trainers["actor"].save_adapters(path)
         else:
             self.trainers["actor"].save_pretrained(path)
 
     def save(self, step: int, rest: State) -> None:
-        self.wake()
         state = {**rest, **self._states()}
         self._is_complete = step == self._last_step
         if self._tiers is None:
@@ -151,12 +148,18 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             trainer.load_state({**states[role], **numbers})
         return {name: loaded[name] for name in self.rest}
 
-    def sleep(self) -> None:
-        """Free the device's memory of all models until `wake`, or until one of them is saved or exported."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the device's memory of all models until `wake`; with ``keep_weights`` of all but the policy's weights.
+
+        The policy's weights also wake when they are exported or saved in a folder.
+        """
         # First: an interrupt may leave some of them awake.
         self._is_asleep = True
-        for model in self.models.values():
-            model.sleep()
+        for role, model in self.models.items():
+            if keep_weights and role == "actor":
+                model.sleep(keep_weights=True)
+            else:
+                model.sleep()
 
     def wake(self) -> None:
         """Undo `sleep`; of models that are on the device one at a time, each wakes when it is used."""
@@ -164,6 +167,14 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             for model in self.models.values():
                 model.wake()
         self._is_asleep = False
+
+    def _wake_policy(self) -> None:
+        """Wake the policy's weights, and no other model."""
+        if self.is_one_at_a_time:
+            self.wake()
+            self.use("actor")
+        else:
+            self.models["actor"].wake()
 
     def use(self, role: str) -> None:
         """Let the device have the model of a role alone, if it has one at a time."""

@@ -55,22 +55,24 @@ class Lending:
 class DeviceTurns:
     """Lets roles that share devices take turns: the one whose turn it is has the memory, and the others are asleep.
 
-    New weights pass in the order that needs least memory: the engine's weights wake and are overwritten, the trainer
-    goes to sleep, and only then keys and values wake. Weights that will be overwritten are dropped instead of moved.
+    New weights pass in the order that needs least memory: all of the trainer but the policy's weights goes to sleep,
+    the engine's weights wake and are overwritten, the trainer's weights go to sleep, and only then keys and values
+    wake. Weights that will be overwritten are dropped instead of moved.
 
     Args:
         policy: the engine that takes over the trainer's weights, asleep at first, with its weights kept.
         others: further engines that work in the turn of sampling, such as a judge; asleep at first.
         devices: records the swaps of the training ranks; engines record their own.
         ranks: numbers of the training ranks whose swaps are recorded.
-        sleep_models: puts these ranks to sleep; they are awake at first. Idempotent, as ``wake_models`` is.
+        sleep_models: puts these ranks to sleep, with ``keep_weights`` all but the policy's weights; they are awake at
+            first. Idempotent, as ``wake_models`` is.
         wake_models: wakes these ranks.
         current: the first turn; None: it is not known who is asleep, and the first call finds out.
         lending: the loan of the ranks' devices, if that is what the turns are for; None: turns are taken in each step.
 
     Example:
         >>> from unittest.mock import AsyncMock
-        >>> async def sleep() -> None:
+        >>> async def sleep(*, keep_weights: bool) -> None:
         ...     print("the models sleep")
         >>> engine = AsyncMock()
         >>> turns = DeviceTurns(engine, sleep_models=sleep, wake_models=AsyncMock(), devices=DeviceTimers())
@@ -85,7 +87,7 @@ class DeviceTurns:
         policy: PolicyEngine,
         others: Sequence[PolicyEngine] = (),
         *,
-        sleep_models: Callable[[], Awaitable[None]],
+        sleep_models: Callable[..., Awaitable[None]],
         wake_models: Callable[[], Awaitable[None]],
         devices: DeviceTimers,
         ranks: Iterable[int] = (),
@@ -122,7 +124,7 @@ class DeviceTurns:
             self.current = None
             if turn == "sampling":
                 with self._devices.stage("swap", *self._ranks):
-                    await self._sleep_models()
+                    await self._sleep_models(keep_weights=False)
                 if all_asleep is not None:
                     await all_asleep()
                 await _all(engine.wake() for engine in (self._policy, *self._others))
@@ -131,9 +133,14 @@ class DeviceTurns:
                     await self._end_sampling(keep_weights=turn == "sync")
                     if all_asleep is not None:
                         await all_asleep()
-                    with self._devices.stage("swap", *self._ranks):
+                with self._devices.stage("swap", *self._ranks):
+                    if turn == "training":
                         await self._wake_models()
+                    else:
+                        await self._sleep_models(keep_weights=True)
                 if turn == "sync":
+                    if all_asleep is not None:
+                        await all_asleep()
                     await self._policy.wake(cache=False)
             self.current = turn
 
@@ -199,7 +206,7 @@ class TrainerClient(ABC, Generic[BatchT]):
         await self._take_turn("training", timer)
 
     async def onload_weights(self, timer: StageTimer) -> None:
-        """Move in the models, and next to them the weights of the policy's engine, which can then be updated."""
+        """Move out all but the policy's weights, and in those of the policy's engine, which can be updated then."""
         await self._take_turn("sync" if self._lends else "training", timer)
 
     @property

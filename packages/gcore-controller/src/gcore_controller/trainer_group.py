@@ -60,10 +60,10 @@ class TrainerWorker(Protocol[BatchT_contra]):
         """Return this rank's data-parallel replica of a role, and the number of replicas."""
         ...
 
-    def sleep(self) -> None:
-        """Move all models out of the device's memory, until `wake` or a call that saves or exports them. Idempotent.
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Move all models out of the device's memory, or with ``keep_weights`` all but the policy's weights.
 
-        Until then no model computes.
+        Idempotent. Until `wake` no model computes; those that are saved or exported come back by themselves.
         """
 
     def wake(self) -> None:
@@ -140,9 +140,9 @@ class TrainerGroup(ABC):
         """See `TrainerWorker.load`."""
         return self._ask_all("load", methodcaller("load"))
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = False) -> None:
         """See `TrainerWorker.sleep`."""
-        self._ask_all("sleep", methodcaller("sleep"))
+        self._ask_all("sleep", methodcaller("sleep", keep_weights=keep_weights))
 
     async def wake(self) -> None:
         """See `TrainerWorker.wake`."""

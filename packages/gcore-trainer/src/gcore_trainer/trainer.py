@@ -77,6 +77,12 @@ class BaseTrainer:
     layers, matrices or tokens) pass the same samples and get the same results; different replicas pass different ones.
     """
 
+    _module: torch.nn.Module
+    _exports_states = False
+    """Whether exported weights are of the optimizer's states."""
+    _sleepers: tuple[Sleeper, ...] = ()
+    """Of the optimizer's states and of the weights; none before the first `sleep`."""
+
     def __init__(
         self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas
     ) -> None:
@@ -127,17 +133,59 @@ class BaseTrainer:
         }
         return self._objective.metrics(total) | metrics
 
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the device's memory until `wake`; calls that compute or export meanwhile raise `TrainerError`.
+
+        With ``keep_weights`` the optimizer's states and the gradients alone leave the device (those of adapters, which
+        are exported, stay): parameters can be scored with and exported. See `Sleeper`.
+        """
+        self._sleepers = self._sleepers or (
+            Sleeper(self._module, self._stored_tensors),
+            Sleeper(self._module),
+        )
+        states, weights = self._sleepers
+        if keep_weights and self._exports_states:
+            return
+        states.sleep()
+        if not keep_weights:
+            weights.sleep()
+
+    def wake(self, *, states: bool = False) -> None:
+        """Bring the parameters back, and also ``states``, which otherwise come back with the next update."""
+        first = 0 if states or self._exports_states else 1
+        for sleeper in self._sleepers[first:]:
+            sleeper.wake()
+
+    def _check_awake(self) -> None:
+        for sleeper in self._sleepers[1:]:
+            sleeper.check_awake()
+
+    def _stored_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors besides the parameters that stay in memory between updates, by groups and names."""
+        return self._optimizer.stored_tensors()
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias of a tensor, or a view of it in host memory if it is asleep."""
+        for sleeper in self._sleepers:
+            view = sleeper.find(tensor)
+            if view is not None:
+                return view
+        return tensor.detach()
+
     def state(self) -> dict[str, Any]:
         """Return the state of a trainer, under the same names in every backend and layout.
 
         ``model``, ``exp_avg`` and ``exp_avg_sq`` map Hugging Face names to what this rank has of the tensor: a live
-        tensor, a live `DTensor`, or a list of `TensorPart`. The rest are plain numbers.
+        tensor, a live `DTensor`, or a list of `TensorPart`. The rest are plain numbers. Tensors that are asleep are
+        views of host memory, valid until they wake; 8-bit moments wake first.
         """
+        if self._optimizer.computes_moments:
+            self.wake(states=True)
         return {
             "step": self.step,
             "nonfinite_steps": self._nonfinite_steps,
             "optimizer_step": self._optimizer.num_updates,
-            **self._optimizer.tensors(),
+            **self._optimizer.tensors(self._read),
             **self._averages(),
         }
 
@@ -213,29 +261,13 @@ class Trainer(BaseTrainer, ABC):
 
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
-    _sleeper: Sleeper | None = None
-    _module: torch.nn.Module
     _base: str
     """The folder, or the name, of the model that training started from."""
 
-    def sleep(self) -> None:
-        """Free the device's memory until `wake`, as `Sleeper` does; other calls meanwhile raise `TrainerError`."""
-        self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.stored_tensors)
-        self._sleeper.sleep()
-
-    def wake(self) -> None:
-        """Undo `sleep`, if this trainer is asleep."""
-        if self._sleeper is not None:
-            self._sleeper.wake()
-
-    def _check_awake(self) -> None:
-        if self._sleeper is not None:
-            self._sleeper.check_awake()
-
-    def state(self) -> dict[str, Any]:
-        if not self._optimizer.is_offloaded:
-            self._check_awake()
-        return super().state()
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._check_awake()
+        self.wake(states=True)
+        super().load_state(state)
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Make one update on all samples of all replicas; the result does not depend on how they are split.
@@ -254,6 +286,7 @@ class Trainer(BaseTrainer, ABC):
             TrainerError: too many skipped steps in a row.
         """
         self._check_awake()
+        self.wake(states=True)
         samples: list[Sample] = []
         learned: list[MicroBatch] = []
         for batch in micro_batches:
@@ -397,6 +430,7 @@ class TorchTrainer(Trainer):
             group = parallel.replicas
             parallel.shard(packed)
         self._parameters = packed.named_parameters()
+        self._exports_states = packed.lora is not None
         adamw = packed.optimizer(optimizer, offload=offload)
         super().__init__(
             config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(group)

@@ -34,11 +34,9 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
     "generate": ("trainer", "critic", "reference", "teachers"),
     "prepare": ("policy engine", "judge"),
     "train": ("policy engine", "judge"),
-    "sync": ("judge",),
+    "sync": ("critic", "reference", "teachers", "judge"),
 }
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
-_AWAKE_IN_SYNC = ("weights", "gradients", "optimizer")
-"""Items that are on the GPU while weights pass to the engine."""
 _MOMENTS: Mapping[str, Literal["float32", "8bit", "muon"]] = {
     "adamw": "float32",
     "adamw_8bit": "8bit",
@@ -290,8 +288,8 @@ def _items_at(plan: DevicePlan, stage: str) -> Mapping[str, Mapping[str, float]]
         return awake
     rest = plan.peaks["sync"]
     for role, items in awake.items():
-        awake[role] = {name: items[name] for name in _AWAKE_IN_SYNC if name in items}
-        rest -= sum(awake[role].values())
+        awake[role] = {"weights": items["weights"]}
+        rest -= items["weights"]
     awake["new weights"] = {"on their way": rest}
     return awake
 

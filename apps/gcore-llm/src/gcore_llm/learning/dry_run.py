@@ -88,9 +88,9 @@ def _print_tables(name: str, config: TrainConfig, plan: DevicePlan, device: Devi
     )
     turns = {
         "generate": "engines",
-        "prepare": "trainer",
+        "prepare": "trainer's weights",
         "train": "trainer",
-        "sync": "trainer and engine's weights",
+        "sync": "policy's and engine's weights",
     }
     peaks: list[list[str]] = []
     for stage, size in plan.peaks.items():

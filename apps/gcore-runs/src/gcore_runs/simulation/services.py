@@ -291,7 +291,7 @@ class ModelledLearner(SharedTrainerGroup[Sequence[Any]]):
     def save(self, step: int, rest: dict[str, Any]) -> None:
         """Do nothing: there are no models."""
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = False) -> None:
         """Do nothing: there is no memory."""
 
     async def wake(self) -> None:

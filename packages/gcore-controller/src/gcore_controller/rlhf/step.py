@@ -47,8 +47,8 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2).
 
     Where the models in training and the engines share devices, ``offload`` hands these to the engines, ``onload`` to
-    the models, and ``onload_weights`` adds the weights of the policy's engine, which ``update_weights`` overwrites;
-    otherwise only the last does anything.
+    the models, and ``onload_weights`` leaves the policy's weights next to those of its engine, which
+    ``update_weights`` overwrites; otherwise only the last does anything.
 
     Example:
         >>> config = RLHFConfig(total_steps=100, train_batch_size=32, test_freq=10)
@@ -139,7 +139,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                     await modality.update_weights(ctx, step)
                     synced = await modality.synced_metrics(ctx, step, batch)
             metrics |= prepared.metrics | modality.update_metrics(trained) | synced
-        # The models are saved where they are in memory; without an update they are not yet.
+        # A policy that is saved takes memory, which keys and values have still if there was no update.
         await learner.onload_weights(ctx.timer)
         step_s = ctx.clock() - start_s
         samples = modality.samples(ctx, step, batch, prepared) if self.config.log_samples else ()

@@ -27,7 +27,8 @@ Resident = Literal["trainer", "policy engine", "judge"]
 """A role that is on a device; the trainer has its critic, reference and teachers with it."""
 PlanStage = Literal["generate", "prepare", "train", "sync"]
 """A stage of a step, by what has to be in memory: generate, the engines; prepare, models that score; train; sync, the
-trainer's state and the weights of the engine that takes them over."""
+trainer's state and the weights of the engine that takes them over. By turns gradients and the optimizer's states are on
+the host while models score, and all but the policy's weights (and adapters with their states) in sync."""
 
 ALL_RESIDENTS: tuple[Resident, ...] = ("trainer", "policy engine", "judge")
 _ENGINE_STAGES: Mapping[Resident, EngineStage] = {"policy engine": "generation", "judge": "reward"}
@@ -369,13 +370,19 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
     engine_bytes = max(sizes) if sizes and setting.engine.judge_takes_turns else sum(sizes)
     weights = engines.get("policy engine", {}).get("weights", 0.0)
     awake_in_training = engine_bytes
-    awake_in_sync = engine_bytes - weights
+    sync = resident + engine_bytes - weights
     resident_in_generation = resident
+    resident_in_preparation = resident
     if takes_turns:
         awake_in_training = 0.0
-        awake_in_sync = 0.0
         resident_in_generation = 0.0
-    sync = resident + awake_in_sync
+        resident_in_preparation -= parts["gradients"] + parts["optimizer"]
+        policy = _training_parts(replace(setting, job=replace(job, critic=None)))
+        kept = STATE if setting.state.adapter_parameters else STATE[:1]
+        sync = sum(policy[name] for name in kept)
+        if setting.state.moments == "8bit":
+            # A checkpoint computes moments of what is stored.
+            sync += policy["optimizer"]
     if "policy engine" in engines:
         at_once = _passes_at_once(setting, takes_turns=takes_turns)
         sync = weight_sync_bytes(job, sync, weights, at_once=at_once)
@@ -383,7 +390,7 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
         "generate": resident_models + engine_bytes + resident_in_generation,
         "prepare": resident_models
         + awake_in_training
-        + resident
+        + resident_in_preparation
         + parts["gathered"]
         + _scoring_bytes(setting, parts["logits"]),
         "train": resident_models + awake_in_training + train,

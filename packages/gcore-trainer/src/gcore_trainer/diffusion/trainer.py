@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.modeling_utils import no_init_weights
@@ -23,7 +24,6 @@ from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stac
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.objective import add_sums
-from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
@@ -131,22 +131,29 @@ class DiffusionTrainer(BaseTrainer):
         )
         self._ema = None if ema_decay is None else MovingAverage(parameters, ema_decay)
         self._old_decay = old_decay
-        self._sleeper = Sleeper(denoiser.model, self._stored_tensors)
+        self._module = denoiser.model
+        self._exports_states = True
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         """Free the device's memory of all models, averages, gradients and optimizer states until `wake`.
 
-        Values move to (pinned) host memory; gradients are 0 afterwards. See `Sleeper`.
+        Values move to (pinned) host memory; gradients are 0 afterwards. See `Sleeper`. With ``keep_weights`` nothing
+        moves: averages, which are exported, are of the states.
         """
-        self._sleeper.sleep()
-        for model in self._all_models()[1:]:
-            model.sleep()
+        super().sleep(keep_weights=keep_weights)
+        if not keep_weights:
+            for model in self._all_models()[1:]:
+                model.sleep()
 
-    def wake(self) -> None:
-        """Undo `sleep`, if this trainer is asleep."""
-        self._sleeper.wake()
+    def wake(self, *, states: bool = False) -> None:
+        """Undo `sleep`, if this trainer is asleep; ``states`` wake in any case."""
+        super().wake(states=states)
         for model in self._all_models()[1:]:
             model.wake()
+
+    def state(self) -> dict[str, Any]:
+        self.wake()
+        return super().state()
 
     def compile(self, *, backend: str | None = None) -> None:
         """Compile the blocks of all models; see `Denoiser.compile`."""
@@ -163,11 +170,10 @@ class DiffusionTrainer(BaseTrainer):
         ]
         return models
 
-    def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Return the tensors of the optimizer and the average, by groups and names."""
-        groups: dict[str, Mapping[str, torch.Tensor]] = dict(self._adamw.stored_tensors())
+    def _stored_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        groups = super()._stored_tensors()
         if self._ema is not None:
-            groups["ema"] = self._ema.tensors
+            groups["ema"] = dict(self._ema.tensors)
         return groups
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
@@ -183,7 +189,7 @@ class DiffusionTrainer(BaseTrainer):
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             TrainerError: too many skipped steps in a row, or the trainer is asleep.
         """
-        self._sleeper.check_awake()
+        self._check_awake()
 
         def check_batches() -> tuple[int, int, int, set[int]]:
             samples = list(chain.from_iterable(micro_batches))
@@ -249,7 +255,7 @@ class DiffusionTrainer(BaseTrainer):
         Raises:
             TrainerError: the trainer is asleep.
         """
-        self._sleeper.check_awake()
+        self._check_awake()
         model = self._models.reference if by_reference else self._models.policy
         assert model is not None
         return score_steps(

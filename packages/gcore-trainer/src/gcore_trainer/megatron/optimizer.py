@@ -18,7 +18,7 @@ from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.pieces import TensorPiece
-from gcore_trainer.torch.optimizer import AdamW
+from gcore_trainer.torch.optimizer import AdamW, Read
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -144,8 +144,8 @@ class DistributedAdamW(AdamW):
         self.num_updates += 1
         return grad_norm
 
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        return {group: dict(self._parts(group)) for group in _GROUPS}
+    def tensors(self, read: Read = torch.Tensor.detach) -> dict[str, dict[str, Any]]:
+        return {group: self._parts(group, read) for group in _GROUPS}
 
     def stored_tensors(self) -> dict[str, dict[str, Any]]:
         """Return the shards and their moments by number; shards of float32 parameters are views of the parameters."""
@@ -193,10 +193,10 @@ class DistributedAdamW(AdamW):
                 for group in adam.param_groups:
                     group["step"] = step
 
-    def _parts(self, group: str) -> dict[str, list[TensorPart]]:
+    def _parts(self, group: str, read: Read) -> dict[str, list[TensorPart]]:
         parts: dict[str, list[TensorPart]] = {}
         for shard in self._shards:
-            flat = shard.main.detach() if group == "model" else shard.moments[group]
+            flat = read(shard.main if group == "model" else shard.moments[group])
             for parameter_piece in self._pieces[shard.parameter]:
                 for piece in parameter_piece.split_range(shard.start, shard.end):
                     tensor = piece.view(flat, shard.start)

@@ -209,10 +209,10 @@ class MegatronTrainer(Trainer):
             replay_routing=not self._has_value_head,
         )
 
-    def sleep(self) -> None:
-        if self._sleeper is None or not self._sleeper.is_asleep:
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        if not any(sleeper.is_asleep for sleeper in self._sleepers[1:]):
             self._finish_param_gather()
-        super().sleep()
+        super().sleep(keep_weights=keep_weights)
 
     def _finish_param_gather(self) -> None:
         """Gather the parameters of the last update unless a forward pass did; afterwards no gather is in flight."""

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.errors import TrainerError
 from gcore_trainer.sample import MicroBatch, by_sample
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.packed_model import PackedTransformer
@@ -53,9 +52,6 @@ class FrozenModel:
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Compute log-probabilities or values [R] of each sample; another replica may have more micro-batches."""
-        if self._sleeper.is_asleep:
-            raise TrainerError(
-                "the model is asleep, and its tensors hold nothing; expected a call of wake() before"
-            )
+        self._sleeper.check_awake()
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._packed.predict(micro_batches, num_passes), micro_batches)

@@ -102,24 +102,26 @@ class Sleeper:
     The memory of a tensor is freed by resizing its storage to 0 bytes, as FSDP does. Views and `DTensor` shards of it
     stay valid, and hold nothing until `wake`.
 
-    Gradients are not kept: they are 0 after `wake`, since every update starts from there. Those of
-    Megatron-Core are views of its buffers, as its parameters are.
+    Parameters and an optimizer's states sleep apart, by a sleeper each. With the states go the gradients, which are not
+    kept: they are 0 after `wake`, since every update starts from there. Those of Megatron-Core are views of its
+    buffers, as its parameters are.
 
     Args:
-        module: the model; what FSDP has gathered of it is given back first.
-        states: returns further tensors by group and name: an optimizer's.
+        module: the model, whose parameters sleep; what FSDP has gathered of it is given back first.
+        states: returns the tensors by group and name that sleep in their place: an optimizer's. Those that are
+            parameters themselves, or views of these, do not.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict,
+        states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] | None = None,
     ) -> None:
         self._module = module
         self._states = states
         self._arena: OffloadArena | None = None
         self._device = torch.device("cpu")
-        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
+        self._moved: dict[torch.UntypedStorage, torch.Tensor | int] = {}
         self.is_asleep = False
         """Whether the tensors hold nothing."""
 
@@ -141,24 +143,26 @@ class Sleeper:
                 module.reshard()
         tensors: list[torch.Tensor] = list(self._module.parameters())
         device = self._device = local(tensors[0]).device
-        for group in self._states().values():
-            tensors.extend(group.values())
         stored = _storages(tensors, device)
-        discarded = _storages(chain.from_iterable(map(_gradients, tensors)), device)
+        self._moved = {}
+        if self._states is not None:
+            for group in self._states().values():
+                tensors.extend(group.values())
+            stored = _storages(tensors, device)[len(stored) :]
+            for storage in _storages(chain.from_iterable(map(_gradients, tensors)), device):
+                self._moved[storage] = storage.nbytes()
         size_bytes = sum(piece_bytes(storage.nbytes()) for storage in stored)
         if self._arena is None or self._arena.size_bytes < size_bytes:
             self._arena = None
             self._arena = OffloadArena(size_bytes, device)
         self._arena.reset()
-        self._moved = [(storage, storage.nbytes()) for storage in discarded]
         for storage in stored:
-            copy = self._arena.take((storage.nbytes(),), torch.uint8)
+            copy = self._moved[storage] = self._arena.take((storage.nbytes(),), torch.uint8)
             copy.copy_(bytes_of(storage, device), non_blocking=True)
-            self._moved.append((storage, copy))
         _synchronize(device)
         # Before the first is freed: after an interrupt, `wake` brings all of them back.
         self.is_asleep = True
-        for storage, _ in self._moved:
+        for storage in self._moved:
             storage.resize_(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -169,7 +173,7 @@ class Sleeper:
         """Move the tensors back."""
         if not self.is_asleep:
             return
-        for storage, copy in self._moved:
+        for storage, copy in self._moved.items():
             if isinstance(copy, int):
                 storage.resize_(copy)
                 bytes_of(storage, self._device).zero_()
@@ -178,8 +182,19 @@ class Sleeper:
                 bytes_of(storage, self._device).copy_(copy, non_blocking=True)
         # The host memory may be written to again.
         _synchronize(self._device)
-        self._moved = []
+        self._moved = {}
         self.is_asleep = False
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a view of a sleeping tensor in host memory, valid until `wake`; None if it does not sleep."""
+        shard = local(tensor)
+        copy = self._moved.get(shard.untyped_storage())
+        if not isinstance(copy, torch.Tensor):
+            return None
+        view = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        start = copy.storage_offset() // shard.itemsize + shard.storage_offset()
+        local(view).set_(copy.untyped_storage(), start, shard.shape, shard.stride())
+        return view
 
 
 def _gradients(tensor: torch.Tensor) -> list[torch.Tensor]:

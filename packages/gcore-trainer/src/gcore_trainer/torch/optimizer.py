@@ -1,7 +1,7 @@
 """AdamW and Muon with float32 master copies of parameters of fewer bits; states in host memory or in 8 bits."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,15 @@ _SMALLEST = 4096
 _PIECE = 1 << 26
 """Most values in one call: the kernels count values in 32 bits, and make float32 copies on CPU."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+Read = Callable[[torch.Tensor], torch.Tensor]
+"""Returns an alias of a tensor that can be read, also while the tensor is asleep."""
 _MUON_MOMENTUM = 0.95
 """Decay of Muon's moment."""
+
+
+def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or an alias of a parameter."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class AdamW:
@@ -50,6 +57,8 @@ class AdamW:
 
     is_offloaded = False
     """Whether its states are in host memory."""
+    computes_moments = False
+    """Whether `tensors` computes moments of what is stored."""
 
     def __init__(
         self,
@@ -122,13 +131,13 @@ class AdamW:
         self._optimizer.step()
         self.num_updates += 1
 
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
+    def tensors(self, read: Read = _without_gradient) -> dict[str, dict[str, Any]]:
+        """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`, each tensor by ``read``."""
         groups: dict[str, dict[str, Any]] = {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
         for name, master in self._masters.items():
-            groups["model"][name] = master.detach()
+            groups["model"][name] = read(master)
             for key in _MOMENTS:
-                groups[key][name] = self._moment(name, key)
+                groups[key][name] = read(self._moment(name, key))
         return groups
 
     def _moment(self, name: str, key: str) -> torch.Tensor:
@@ -213,6 +222,8 @@ class AdamW8bit(AdamW):
         ConfigError: a parameter is not float32, bfloat16 or float16.
         TrainerError: bitsandbytes is not installed.
     """
+
+    computes_moments = True
 
     def __init__(
         self,
@@ -350,17 +361,19 @@ class MuonAdamW(AdamW):
             name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices
         }
 
-    def tensors(self) -> dict[str, dict[str, Any]]:
+    def tensors(self, read: Read = _without_gradient) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` with Muon's moments among the first ones, and ``exp_avg_sq`` of AdamW's."""
         model: dict[str, torch.Tensor] = {}
         first: dict[str, torch.Tensor] = {}
         second: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
-            model[name] = master.detach()
-            if name not in self._momentum:
-                first[name] = self._moment(name, "exp_avg")
-                second[name] = self._moment(name, "exp_avg_sq")
-        return {"model": model, "exp_avg": first | self._momentum, "exp_avg_sq": second}
+            model[name] = read(master)
+            if name in self._momentum:
+                first[name] = read(self._momentum[name])
+            else:
+                first[name] = read(self._moment(name, "exp_avg"))
+                second[name] = read(self._moment(name, "exp_avg_sq"))
+        return {"model": model, "exp_avg": first, "exp_avg_sq": second}
 
     stored_tensors = tensors
 

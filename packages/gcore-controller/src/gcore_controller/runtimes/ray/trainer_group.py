@@ -327,9 +327,10 @@ class RayTrainerClient(TrainerClient[BatchT]):
         """Take a turn with this controller's engines and ranks, as all controllers do at once."""
         await turns.take(turn, all_asleep=self.group.barrier)
 
-    async def _ask_own_ranks(self, method: str) -> None:
+    async def _ask_own_ranks(self, method: str, **options: Any) -> None:
         """Have this controller's ranks do something."""
-        await self._ranks.call("ask", methodcaller(method), ranks=self._own_ranks, stage=method)
+        message = methodcaller(method, **options)
+        await self._ranks.call("ask", message, ranks=self._own_ranks, stage=method)
 
     async def _call_all_ranks(self, method: str, **options: Any) -> list[Any]:
         """Return the answers of all ranks, of which this controller asks its own."""
