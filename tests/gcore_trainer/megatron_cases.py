@@ -247,9 +247,8 @@ def megatron_rests(
         weights = {name: _values(tensor) for name, tensor in trainer.export_weights()}
         trainer.sleep(keep_weights=True)
         kept = _held_bytes()
-        for name, tensor in trainer.export_weights():
-            np.testing.assert_array_equal(_values(tensor), weights[name])
-        del tensor
+        exported = {name: _values(tensor) for name, tensor in trainer.export_weights()}
+        np.testing.assert_equal(exported, weights)
         trainer.sleep()
         trainer.sleep()
         held.append((before - others, kept - others, _held_bytes() - others))

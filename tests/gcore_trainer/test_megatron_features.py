@@ -68,7 +68,7 @@ def test_replicas_communicate_during_the_passes_on_cuda(
     device: str,
     num_ranks: int,
     has_lora: bool,
-    settings: dict[str, bool],
+    settings: dict[str, Any],
     expected: tuple[bool, bool],
 ) -> None:
     options = data_parallel_options(

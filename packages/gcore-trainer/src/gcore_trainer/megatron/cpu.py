@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gcore_trainer.packing.accumulating_linear import add_gradient
 
-_PRODUCTS = {
+_PRODUCTS: dict[str, Any] = {
     "fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=add_gradient),
     "_grad_accum_fusion_available": True,
 }

@@ -192,7 +192,7 @@ class Sleeper:
         if not isinstance(copy, torch.Tensor):
             return None
         view = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        start = copy.storage_offset() // shard.itemsize + shard.storage_offset()
+        start = int(copy.storage_offset()) // shard.itemsize + int(shard.storage_offset())
         local(view).set_(copy.untyped_storage(), start, shard.shape, shard.stride())
         return view
 
