@@ -81,7 +81,7 @@ class BaseTrainer:
     _exports_states = False
     """Whether exported weights are of the optimizer's states."""
     _sleepers: tuple[Sleeper, ...] = ()
-    """Of the optimizer's states and of the weights; none before the first `sleep`."""
+    """The sleepers of the optimizer's states and of the weights; none before the first `sleep`."""
 
     def __init__(
         self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas
