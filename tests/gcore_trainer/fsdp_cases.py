@@ -135,15 +135,31 @@ def train_with_naps(
         own = replicas[trainer.data_parallel_rank]
         # It leaves the root module's parameters whole.
         trainer.log_probs(own)
+        before = _shards(trainer)
+        trainer.sleep(keep_weights=True)
+        trainer.log_probs(own)
         trainer.sleep()
         held = max(
             held, sum(local(p).untyped_storage().nbytes() for p in packed.model.parameters())
         )
+        # Shards in host memory; 8-bit moments wake for it.
+        for name, shard in _shards(trainer).items():
+            assert torch.equal(shard, before[name]), name
         trainer.wake()
         metrics.append(trainer.train_step(own))
         # It writes what it reads, also where a state's tensors are copies.
         trainer.load_state(trainer.state())
     return metrics, dict(trainer.export_weights()), held
+
+
+def _shards(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    """Copies of this rank's shards of a trainer's state, by group and name."""
+    shards: dict[str, torch.Tensor] = {}
+    for group, tensors in trainer.state().items():
+        if isinstance(tensors, dict):
+            for name, tensor in tensors.items():
+                shards[f"{group} {name}"] = local(tensor).clone()
+    return shards
 
 
 def gradients_of(
