@@ -206,15 +206,13 @@ def training_memory(
         checkpointed = layouts.recompute * state.checkpointed_share * layers
         inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
         kept = model.activations_per_token
-        if state.recomputes_mlps:
-            kept -= model.mlp_activations_per_token
+        kept -= state.recomputes_mlps * model.mlp_activations_per_token
         whole_layers = (layers - checkpointed) * kept
         values.append((whole_layers + inputs * model.workload.hidden_size) / layouts.tp)
     largest_layer = max(model.activations_per_token for model in job.trained_models)
-    largest_mlp = 0
-    if state.recomputes_mlps:
-        largest_mlp = max(model.mlp_activations_per_token for model in job.trained_models)
-    recomputed = np.where(layouts.recompute, largest_layer, largest_mlp) / layouts.tp
+    largest_mlp = max(model.mlp_activations_per_token for model in job.trained_models)
+    largest = np.where(layouts.recompute, largest_layer, state.recomputes_mlps * largest_mlp)
+    recomputed = largest / layouts.tp
     recomputed_bytes = activations * compute_bytes * tokens * recomputed
     vocab_size = job.policy.workload.vocab_size / layouts.tp
     chunk = np.minimum(state.max_logits, tokens * vocab_size)

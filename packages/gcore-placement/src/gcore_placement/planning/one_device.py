@@ -378,11 +378,13 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
         resident_in_generation = 0.0
         resident_in_preparation -= parts["gradients"] + parts["optimizer"]
         policy = _training_parts(replace(setting, job=replace(job, critic=None)))
-        kept = STATE if setting.state.adapter_parameters else STATE[:1]
-        sync = sum(policy[name] for name in kept)
+        sync = policy["weights"]
         if setting.state.moments == "8bit":
-            # A checkpoint computes moments of what is stored.
-            sync += policy["optimizer"]
+            # A checkpoint computes moments of their 8 bits, on the device.
+            sync = sum(parts[name] for name in STATE)
+        elif setting.state.adapter_parameters:
+            # They are exported from masters.
+            sync += policy["gradients"] + policy["optimizer"]
     if "policy engine" in engines:
         at_once = _passes_at_once(setting, takes_turns=takes_turns)
         sync = weight_sync_bytes(job, sync, weights, at_once=at_once)
