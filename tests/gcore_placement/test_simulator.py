@@ -26,7 +26,7 @@ from gcore_placement import (
 from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.simulator import SimulatedStep, StrategyRun, wave_loads
-from gcore_placement.simulation.waves import simulate_waves
+from gcore_placement.simulation.waves import simulate_wave
 from gcore_placement.strategies import PLANNED, STRATEGIES, StrategyTraits
 from gcore_placement.workload.traces import steady
 
@@ -280,7 +280,7 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
     )
     wave = next(recipe.trace().waves(0))
     for partition in simulator.space.partitions[::3]:
-        (outcome,) = simulate_waves(simulator.costs, [wave], partition)
+        outcome = simulate_wave(simulator.costs, wave, partition)
         roles = zip(wave_loads(simulator.costs, wave, outcome), partition.devices, strict=True)
         told_s = max(load.floor_s + load.work_device_s / devices for load, devices in roles)
         assert told_s == pytest.approx(outcome.seconds, rel=0.15)
@@ -289,7 +289,7 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
 def test_a_judge_that_ends_a_little_late_on_full_engines_is_not_read_as_dearer() -> None:
     small = trace(0)
     wave = next(small.waves(0))
-    (outcome,) = simulate_waves(COSTS, [wave], space().partitions[0])
+    outcome = simulate_wave(COSTS, wave, space().partitions[0])
     for late, was_waiting in ((1.0, True), (1.25, True), (1.4, False)):
         ended_late = replace(outcome, seconds=late * outcome.uncontended_s)
         _, reward = wave_loads(COSTS, wave, ended_late)
