@@ -25,16 +25,15 @@ class Requests:
 
 def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> RoleRun:
     """Run all requests to their end."""
-    run = RoleRun(costs, num_replicas, len(requests.replica))
+    run = RoleRun(costs, num_replicas, requests.arrival.tolist())
     for index, replica in enumerate(requests.replica.tolist()):
         request = WaveRequest(
             index=index,
-            arrival_s=float(requests.arrival[index]),
             prefill_s=float(requests.prefill[index]) * costs.prefill_per_token_s,
             context=float(requests.context[index]),
             length=float(requests.length[index]),
         )
-        run.assign(replica, request)
+        run.assign(replica, [request])
     run.run()
     return run
 

@@ -26,7 +26,7 @@ from gcore_placement import (
 from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.simulator import SimulatedStep, StrategyRun, wave_loads
-from gcore_placement.simulation.waves import simulate_wave
+from gcore_placement.simulation.waves import least_seconds, simulate_wave
 from gcore_placement.strategies import PLANNED, STRATEGIES, StrategyTraits
 from gcore_placement.workload.traces import steady
 
@@ -219,6 +219,19 @@ def test_no_strategy_is_faster_than_the_clairvoyant_in_any_step(
             assert least.seconds <= step.seconds * (1 + late)
     splits = [simulator.split(partition).seconds for partition in simulator.space.partitions]
     assert best.seconds == min(splits)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), max_num_seqs=st.sampled_from([1, 3, 100]))
+def test_no_wave_is_faster_than_its_lower_bound(seed: int, max_num_seqs: int) -> None:
+    costs = replace(COSTS, policy=replace(COSTS.policy, max_num_seqs=max_num_seqs))
+    partitions = space().partitions
+    for wave in trace(seed, num_steps=2).waves(1):
+        least_s = least_seconds(costs, wave, partitions)
+        simulated_s = [simulate_wave(costs, wave, partition).seconds for partition in partitions]
+        assert (least_s <= simulated_s).all()
+        # So tight that it is of use: one of a few groups on a few engines.
+        assert least_s.max() > 0.5 * max(simulated_s)
 
 
 def test_devices_that_move_come_late_and_that_is_swap() -> None:

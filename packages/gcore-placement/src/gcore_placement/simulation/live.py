@@ -113,8 +113,10 @@ class SimulatedReplica(Generic[SequenceT]):
     def submit(self, sequences: Iterable[SequenceT], now_s: float) -> None:
         """Add sequences after those that wait."""
         self._waiting.extend(sequences)
-        self._advance(now_s)
-        self._admit()
+        # Nothing changes for those that run unless others join them.
+        if len(self._running) < self._costs.max_num_seqs:
+            self._advance(now_s)
+            self._admit()
 
     def complete(self, now_s: float) -> list[SequenceT]:
         """Take out the sequences that end next; ``now_s`` is `next_end_s`."""

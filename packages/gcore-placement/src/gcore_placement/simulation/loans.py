@@ -87,7 +87,7 @@ def _add_judges(judged: RoleRun, num_new: int, arrive_s: float) -> None:
     if num_waiting:
         judged.queued_until_s = max(judged.queued_until_s, arrive_s)
     num_first = min(num_waiting, num_new * judged.costs.max_num_seqs)
-    for turn, request in enumerate(unstarted[:num_first]):
-        judged.assign(num_old + turn % num_new, request)
-    for turn, request in enumerate(unstarted[num_first:]):
-        judged.assign(turn % judged.num_replicas, request)
+    for number in range(num_new):
+        judged.assign(num_old + number, unstarted[number:num_first:num_new])
+    for number in range(judged.num_replicas):
+        judged.assign(number, unstarted[num_first + number :: judged.num_replicas])

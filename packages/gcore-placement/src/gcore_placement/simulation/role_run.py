@@ -1,9 +1,9 @@
 """The replicas of one role in a simulated wave, and what becomes of the requests that they are given."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import fsum, inf
-from operator import attrgetter
 
 from gcore_placement.costs import EngineCosts
 from gcore_placement.simulation.live import ReplicaRequest, SimulatedReplica
@@ -15,15 +15,19 @@ class WaveRequest(ReplicaRequest):
 
     index: int
     """Number of the response in its wave."""
-    arrival_s: float
 
 
 class RoleRun:
-    """The replicas of one role, each of which serves its requests in order of arrival."""
+    """The replicas of one role, each of which serves its requests in order of arrival.
 
-    def __init__(self, costs: EngineCosts, num_replicas: int, num_requests: int) -> None:
+    Args:
+        arrival_s: seconds at which each request arrives, by its index.
+    """
+
+    def __init__(self, costs: EngineCosts, num_replicas: int, arrival_s: list[float]) -> None:
         self.costs = costs
-        self.finish_s = [0.0] * num_requests
+        self.arrival_s = arrival_s
+        self.finish_s = [0.0] * len(arrival_s)
         """Seconds at which each request is done, by its index."""
         self.num_finished = 0
         self.busy: list[tuple[int, float, float]] = []
@@ -60,9 +64,9 @@ class RoleRun:
             self._inboxes.append(deque())
             self._since_s.append(0.0)
 
-    def assign(self, replica: int, request: WaveRequest) -> None:
-        """Let a request arrive at a replica, after those that are assigned to it already."""
-        self._inboxes[replica].append(request)
+    def assign(self, replica: int, requests: Iterable[WaveRequest]) -> None:
+        """Let requests, in order of arrival, arrive at a replica after those that are assigned to it already."""
+        self._inboxes[replica].extend(requests)
 
     def take_unstarted(self, now_s: float) -> list[WaveRequest]:
         """Take out all requests that have not started, in order of arrival; none arrives again before now."""
@@ -72,7 +76,7 @@ class RoleRun:
             requests.extend(inbox)
             inbox.clear()
         self._earliest_s = now_s
-        return sorted(requests, key=attrgetter("arrival_s", "index"))
+        return sorted(requests, key=lambda request: (self.arrival_s[request.index], request.index))
 
     def run(self, until_s: float = inf) -> None:
         """Serve the requests up to a moment."""
@@ -87,14 +91,14 @@ class RoleRun:
             # A request that arrives just as another ends comes second, and takes its place.
             arrival_s = inf
             if inbox:
-                arrival_s = max(inbox[0].arrival_s, self._earliest_s)
+                arrival_s = max(self.arrival_s[inbox[0].index], self._earliest_s)
             if arrival_s < (inf if end_s is None else end_s):
                 if arrival_s > until_s:
                     return
                 if end_s is None:
                     self._since_s[number] = arrival_s
                 requests: list[WaveRequest] = []
-                while inbox and inbox[0].arrival_s <= arrival_s:
+                while inbox and self.arrival_s[inbox[0].index] <= arrival_s:
                     requests.append(inbox.popleft())
                 replica.submit(requests, arrival_s)
             elif end_s is None or end_s > until_s:

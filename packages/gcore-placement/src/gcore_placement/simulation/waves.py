@@ -1,13 +1,15 @@
 """Simulate waves of sampling: generated and judged side by side on a partition, or in turns on all devices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.partition.space import Partition, engine_load
-from gcore_placement.quantities import Floats, Ints
+from gcore_placement.quantities import Floats
 from gcore_placement.simulation.loans import EngineLoan, judge_with_loans
 from gcore_placement.simulation.role_run import RoleRun, WaveRequest
 from gcore_placement.workload.traces import TraceWave
@@ -197,68 +199,77 @@ def assign_wave(
     be judged: [Q].
     """
     num_engines, num_judges = _replicas(costs, layout)
-    generated = _generate(costs.policy, wave, num_engines, late[0], late_s)
+    responses, judgements = _requests(costs, wave)
+    generated = _generate(costs.policy, responses, num_engines, late[0], late_s)
     ready_Q = np.array(generated.finish_s)
     if isinstance(layout, int):
         ready_Q[:] = ready_Q.max() + costs.swap.sleep_s + costs.swap.wake_s
-    reward = reward_costs(costs)
-    judged = RoleRun(reward, num_judges, len(ready_Q))
-    read_Q = wave.judged_length.ravel()
     order = np.argsort(ready_Q, kind="stable")
-    rows = zip(
-        order.tolist(),
-        ready_Q[order].tolist(),
-        read_Q[order].tolist(),
-        (reward.prefill_per_token_s * read_Q)[order].tolist(),
-        wave.judge_length.ravel()[order].tolist(),
-        strict=True,
-    )
-    for turn, (index, ready_s, read, prefill_s, length) in enumerate(rows):
-        replica = turn % num_judges
-        if replica >= num_judges - late[1] and ready_s < late_s:
-            ready_s = ready_Q[index] = late_s
-        request = WaveRequest(
-            index=index, arrival_s=ready_s, prefill_s=prefill_s, context=read, length=length
-        )
-        judged.assign(replica, request)
+    for number in range(num_judges - late[1], num_judges):
+        assigned = order[number::num_judges]
+        ready_Q[assigned] = np.maximum(ready_Q[assigned], late_s)
+    in_order = [judgements[index] for index in order.tolist()]
+    judged = RoleRun(reward_costs(costs), num_judges, ready_Q.tolist())
+    for number in range(num_judges):
+        judged.assign(number, in_order[number::num_judges])
     return generated, judged, ready_Q
 
 
+@lru_cache(maxsize=1)
+def _requests(costs: JobCosts, wave: TraceWave) -> tuple[list[WaveRequest], list[WaveRequest]]:
+    """Return the responses of a wave, of which the first of a group computes its prompt, and their judgements."""
+    n = wave.response_length.shape[1]
+    prompt_Q = np.repeat(wave.prompt_length, n)
+    computed_Q = np.where(np.arange(len(prompt_Q)) % n == 0, prompt_Q, 0.0)
+    read_Q = wave.judged_length.ravel()
+    return (
+        _engine_requests(costs.policy, prompt_Q, computed_Q, wave.response_length.ravel()),
+        _engine_requests(reward_costs(costs), read_Q, read_Q, wave.judge_length.ravel()),
+    )
+
+
+def _engine_requests(
+    costs: EngineCosts, context_Q: Floats, computed_Q: Floats, length_Q: Floats
+) -> list[WaveRequest]:
+    prefill_Q = costs.prefill_per_token_s * computed_Q
+    rows = zip(context_Q.tolist(), prefill_Q.tolist(), length_Q.tolist(), strict=True)
+    requests: list[WaveRequest] = []
+    for index, (context, prefill_s, length) in enumerate(rows):
+        request = WaveRequest(index=index, context=context, prefill_s=prefill_s, length=length)
+        requests.append(request)
+    return requests
+
+
 def _generate(
-    policy: EngineCosts, wave: TraceWave, num_replicas: int, num_late: int, late_s: float
+    policy: EngineCosts,
+    responses: list[WaveRequest],
+    num_replicas: int,
+    num_late: int,
+    late_s: float,
 ) -> RoleRun:
     """Generate all responses; the last replicas are late."""
-    replica_Q, prompt_Q, prefill_Q = _divide_responses(wave, num_replicas)
-    generated = RoleRun(policy, num_replicas, len(replica_Q))
-    rows = zip(
-        replica_Q.tolist(),
-        prompt_Q.tolist(),
-        (policy.prefill_per_token_s * prefill_Q).tolist(),
-        wave.response_length.ravel().tolist(),
-        strict=True,
-    )
-    for index, (replica, prompt, prefill_s, length) in enumerate(rows):
-        arrival_s = late_s if replica >= num_replicas - num_late else 0.0
-        request = WaveRequest(
-            index=index, arrival_s=arrival_s, prefill_s=prefill_s, context=prompt, length=length
-        )
-        generated.assign(replica, request)
+    starts = _first_responses(len(responses), num_replicas)
+    arrival_s = [0.0] * len(responses)
+    generated = RoleRun(policy, num_replicas, arrival_s)
+    for number, (first, end) in enumerate(pairwise([*starts, len(responses)])):
+        assigned = responses[first:end]
+        if assigned:
+            prefill_s = policy.prefill_per_token_s * assigned[0].context
+            assigned[0] = replace(assigned[0], prefill_s=prefill_s)
+        if number >= num_replicas - num_late:
+            arrival_s[first:end] = [late_s] * len(assigned)
+        generated.assign(number, assigned)
     generated.run()
     return generated
 
 
-def _divide_responses(wave: TraceWave, num_replicas: int) -> tuple[Ints, Floats, Floats]:
-    """Return the replica of each response, its prompt's tokens, and those of them that it computes: [Q] each.
+def _first_responses(num_responses: int, num_replicas: int) -> list[int]:
+    """Return the first response of each replica: [num_replicas].
 
     Each replica gets an equal run of neighbours, so that most groups stay together; on each replica a group's prompt
     is computed once.
     """
-    num_groups, n = wave.response_length.shape
-    index_Q = np.arange(num_groups * n)
-    replica_Q = index_Q * num_replicas // len(index_Q)
-    prompt_Q = np.repeat(wave.prompt_length, n)
-    is_first = (index_Q % n == 0) | (np.diff(replica_Q, prepend=-1) > 0)
-    return replica_Q, prompt_Q, np.where(is_first, prompt_Q, 0.0)
+    return [-(-number * num_responses // num_replicas) for number in range(num_replicas)]
 
 
 def least_seconds(costs: JobCosts, wave: TraceWave, partitions: Sequence[Partition]) -> Floats:
@@ -287,9 +298,13 @@ def least_seconds(costs: JobCosts, wave: TraceWave, partitions: Sequence[Partiti
 
 def _least_generation_s(policy: EngineCosts, wave: TraceWave, num_replicas: int) -> float:
     """Return a lower bound of the seconds of generation, exact where no response waits for its place."""
-    replica_Q, prompt_Q, prefill_Q = _divide_responses(wave, num_replicas)
+    n = wave.response_length.shape[1]
     length_Q = wave.response_length.ravel()
-    starts = np.flatnonzero(np.diff(replica_Q, prepend=-1))
+    prompt_Q = np.repeat(wave.prompt_length, n)
+    starts = np.unique(_first_responses(len(length_Q), min(num_replicas, len(length_Q))))
+    computes_prompt = np.arange(len(length_Q)) % n == 0
+    computes_prompt[starts] = True
+    prefill_Q = np.where(computes_prompt, prompt_Q, 0.0)
     tokens_R = np.add.reduceat(length_Q, starts)
     steps_R = np.maximum(np.maximum.reduceat(length_Q, starts), tokens_R / policy.max_num_seqs)
     context_R = np.add.reduceat(prompt_Q * length_Q + length_Q**2 / 2, starts)
