@@ -114,13 +114,10 @@ def _idle_in_turns(
 ) -> dict[str, float]:
     """Return the idle device-seconds by cause of a wave whose roles take turns on all devices."""
     swap_s = costs.swap.sleep_s + costs.swap.wake_s
-    used_s = 0.0
-    replicas = _replicas(costs, num_devices)
-    turns = (generation_s, end_s - generation_s - swap_s)
-    for count, engine, seconds in zip(
-        replicas, (costs.policy, reward_costs(costs)), turns, strict=True
-    ):
-        used_s += count * engine.devices_per_replica * seconds
+    num_engines, num_judges = _replicas(costs, num_devices)
+    used_s = num_engines * costs.policy.devices_per_replica * generation_s
+    judging_s = end_s - generation_s - swap_s
+    used_s += num_judges * reward_costs(costs).devices_per_replica * judging_s
     return {
         "swap": swap_s * num_devices,
         "long_tail": used_s - sum(work_s.values()),
@@ -148,7 +145,7 @@ def _idle_side_by_side(
     def policy_s(until_s: float) -> float:
         """Return the device-seconds that the policy has until then."""
         late = late_devices[0] * min(late_s, until_s)
-        gone = _moving_s(loans, until_s) + _lent_s(loans, until_s)
+        gone = sum(loan.num_devices * max(0.0, until_s - loan.start_s) for loan in loans)
         return partition.devices[0] * until_s - late - gone
 
     def reward_s(until_s: float) -> float:
@@ -157,21 +154,16 @@ def _idle_side_by_side(
 
     generating_tail = policy_s(generation_s) - work_s["generation"]
     judging_tail = reward_s(end_s) - reward_s(generation_s) - (work_s["reward"] - judged_s)
+    moving_s = sum(
+        loan.num_devices * (min(loan.arrive_s, end_s) - min(loan.start_s, end_s)) for loan in loans
+    )
     return {
-        "swap": sum(late_devices) * min(late_s, end_s) + _moving_s(loans, end_s),
+        "swap": sum(late_devices) * min(late_s, end_s) + moving_s,
         "long_tail": generating_tail + judging_tail,
         "waiting_for_reward": policy_s(end_s) - policy_s(generation_s),
         "imbalance": reward_s(generation_s) - judged_s,
         "unassigned": partition.unassigned_devices * end_s,
     }
-
-
-def _moving_s(loans: Sequence[EngineLoan], until_s: float) -> float:
-    """Return the device-seconds that lent devices are on their way to judging."""
-    total = 0.0
-    for loan in loans:
-        total += loan.num_devices * max(0.0, min(loan.arrive_s, until_s) - loan.start_s)
-    return total
 
 
 def _lent_s(loans: Sequence[EngineLoan], until_s: float) -> float:
