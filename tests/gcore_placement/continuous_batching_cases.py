@@ -1,10 +1,41 @@
-"""Random replicas and requests for tests of continuous batching."""
+"""Random replicas and requests for tests of continuous batching, and their run."""
+
+from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
 from gcore_placement import EngineCosts
-from gcore_placement.simulation.continuous_batching import Requests
+from gcore_placement.quantities import Floats, Ints
+from gcore_placement.simulation.role_run import RoleRun, WaveRequest
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Requests:
+    """Requests to several replicas, in order of arrival."""
+
+    replica: Ints
+    arrival: Floats
+    """Seconds."""
+    prefill: Floats
+    """Tokens to compute before the first is decoded."""
+    context: Floats
+    length: Floats
+
+
+def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> RoleRun:
+    """Run all requests to their end."""
+    run = RoleRun(costs, num_replicas, requests.arrival.tolist())
+    for index, replica in enumerate(requests.replica.tolist()):
+        request = WaveRequest(
+            index=index,
+            prefill_s=float(requests.prefill[index]) * costs.prefill_per_token_s,
+            context=float(requests.context[index]),
+            length=float(requests.length[index]),
+        )
+        run.assign(replica, [request])
+    run.run()
+    return run
 
 
 @st.composite

@@ -1,12 +1,11 @@
-"""Replicas in numpy against one replica in plain Python, event by event."""
+"""Simulated replicas against one replica in plain Python, a sequence at a time."""
 
 import numpy as np
 import pytest
-from continuous_batching_cases import cases
+from continuous_batching_cases import Requests, cases, run_replicas
 from hypothesis import given
 
 from gcore_placement import EngineCosts
-from gcore_placement.simulation.continuous_batching import Requests, run_replicas
 
 TOLERANCE = 1e-9
 
@@ -70,13 +69,10 @@ def test_replicas_do_what_one_after_another_does(case: tuple[EngineCosts, int, R
         finish, busy_s = slow_replica(costs, requests, items.tolist())
         # Of sequences that are complete at the same step, which goes first is open.
         np.testing.assert_allclose(
-            np.sort(run.finish[items]), sorted(finish.values()), rtol=TOLERANCE
+            np.sort(np.array(run.finish_s)[items]), sorted(finish.values()), rtol=TOLERANCE
         )
-        busy_replica, busy_from, busy_to = run.busy
-        mine = busy_replica == replica
-        np.testing.assert_allclose(
-            (busy_to - busy_from)[mine].sum(), busy_s, rtol=TOLERANCE, atol=1e-9
-        )
+        mine = sum(to_s - from_s for number, from_s, to_s in run.busy if number == replica)
+        np.testing.assert_allclose(mine, busy_s, rtol=TOLERANCE, atol=1e-9)
 
 
 @given(case=cases())
@@ -85,15 +81,13 @@ def test_stretches_of_busy_time_do_not_meet_and_hold_all_that_ends(
 ) -> None:
     costs, num_replicas, requests = case
     run = run_replicas(costs, num_replicas, requests)
-    busy_replica, busy_from, busy_to = run.busy
     for replica in range(num_replicas):
-        mine = busy_replica == replica
-        order = np.argsort(busy_from[mine])
-        since, until = busy_from[mine][order], busy_to[mine][order]
+        stretches = [(since, until) for number, since, until in run.busy if number == replica]
+        since, until = np.array(stretches).reshape(-1, 2).T
         assert (since <= until).all()
         assert (until[:-1] <= since[1:]).all()
         until = until + TOLERANCE
-        ends = run.finish[requests.replica == replica]
+        ends = np.array(run.finish_s)[requests.replica == replica]
         assert all(((since <= end) & (end <= until)).any() for end in ends)
 
 
@@ -114,7 +108,7 @@ def test_a_sequence_alone_takes_what_the_law_says() -> None:
         length=np.array([100.0]),
     )
     expected = 3.0 + 50 * 1e-4 + 100 * 0.012 + 1e-5 * (50 * 100 + 100**2 / 2)
-    assert run_replicas(costs, 1, one).finish[0] == pytest.approx(expected, rel=1e-12)
+    assert run_replicas(costs, 1, one).finish_s[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_nothing_to_do_takes_nothing() -> None:
@@ -130,5 +124,5 @@ def test_nothing_to_do_takes_nothing() -> None:
         length=nothing,
     )
     run = run_replicas(costs, 3, requests)
-    assert run.finish.size == 0
-    assert all(column.size == 0 for column in run.busy)
+    assert run.finish_s == run.busy == []
+    assert run.done_s() == [0.0, 0.0, 0.0]

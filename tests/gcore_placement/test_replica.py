@@ -1,46 +1,9 @@
 """A replica moved forward by its caller, and the ledger that counts while replicas run."""
 
-import numpy as np
 import pytest
-from continuous_batching_cases import cases
 from hypothesis import given, strategies as st
 
 from gcore_placement import EngineCosts, ReplicaRequest, RunningLedger, SimulatedReplica
-from gcore_placement.simulation.continuous_batching import Requests, run_replicas
-
-
-def run_one(costs: EngineCosts, requests: Requests, items: list[int]) -> list[float]:
-    """Return the finish times of the requests of one replica."""
-    replica: SimulatedReplica[ReplicaRequest] = SimulatedReplica(costs)
-    arrivals = [(float(requests.arrival[item]), item) for item in items]
-    finish: list[float] = []
-    while arrivals or replica.num_running:
-        end_s = replica.next_end_s
-        if end_s is not None and (not arrivals or end_s <= arrivals[0][0]):
-            finish += [end_s] * len(replica.complete(end_s))
-        else:
-            now_s, item = arrivals.pop(0)
-            request = ReplicaRequest(
-                length=float(requests.length[item]),
-                prefill_s=float(requests.prefill[item]) * costs.prefill_per_token_s,
-                context=float(requests.context[item]),
-            )
-            replica.submit([request], now_s)
-    assert replica.num_waiting == 0
-    return finish
-
-
-@given(case=cases())
-def test_a_replica_agrees_with_the_simulation_of_many_at_once(
-    case: tuple[EngineCosts, int, Requests],
-) -> None:
-    costs, num_replicas, requests = case
-    run = run_replicas(costs, num_replicas, requests)
-    for index in range(num_replicas):
-        items = np.flatnonzero(requests.replica == index)
-        finish = run_one(costs, requests, items.tolist())
-        np.testing.assert_allclose(np.sort(run.finish[items]), sorted(finish), rtol=1e-9)
-
 
 COSTS = EngineCosts(
     devices_per_replica=1,

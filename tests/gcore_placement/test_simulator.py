@@ -26,7 +26,7 @@ from gcore_placement import (
 from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.simulator import SimulatedStep, StrategyRun, wave_loads
-from gcore_placement.simulation.waves import simulate_waves
+from gcore_placement.simulation.waves import least_seconds, simulate_wave
 from gcore_placement.strategies import PLANNED, STRATEGIES, StrategyTraits
 from gcore_placement.workload.traces import steady
 
@@ -221,6 +221,19 @@ def test_no_strategy_is_faster_than_the_clairvoyant_in_any_step(
     assert best.seconds == min(splits)
 
 
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), max_num_seqs=st.sampled_from([1, 3, 100]))
+def test_no_wave_is_faster_than_its_lower_bound(seed: int, max_num_seqs: int) -> None:
+    costs = replace(COSTS, policy=replace(COSTS.policy, max_num_seqs=max_num_seqs))
+    partitions = space().partitions
+    for wave in trace(seed, num_steps=2).waves(1):
+        least_s = least_seconds(costs, wave, partitions)
+        simulated_s = [simulate_wave(costs, wave, partition).seconds for partition in partitions]
+        assert (least_s <= simulated_s).all()
+        # So tight that it is of use: one of a few groups on a few engines.
+        assert least_s.max() > 0.5 * max(simulated_s)
+
+
 def test_devices_that_move_come_late_and_that_is_swap() -> None:
     small = trace(0, num_steps=8, noise=0.0)
     run = Simulator(small, COSTS, space()).dynamic(space().partitions[0], lends=False)
@@ -280,7 +293,7 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
     )
     wave = next(recipe.trace().waves(0))
     for partition in simulator.space.partitions[::3]:
-        (outcome,) = simulate_waves(simulator.costs, [wave], partition)
+        outcome = simulate_wave(simulator.costs, wave, partition)
         roles = zip(wave_loads(simulator.costs, wave, outcome), partition.devices, strict=True)
         told_s = max(load.floor_s + load.work_device_s / devices for load, devices in roles)
         assert told_s == pytest.approx(outcome.seconds, rel=0.15)
@@ -289,7 +302,7 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
 def test_a_judge_that_ends_a_little_late_on_full_engines_is_not_read_as_dearer() -> None:
     small = trace(0)
     wave = next(small.waves(0))
-    (outcome,) = simulate_waves(COSTS, [wave], space().partitions[0])
+    outcome = simulate_wave(COSTS, wave, space().partitions[0])
     for late, was_waiting in ((1.0, True), (1.25, True), (1.4, False)):
         ended_late = replace(outcome, seconds=late * outcome.uncontended_s)
         _, reward = wave_loads(COSTS, wave, ended_late)

@@ -14,7 +14,7 @@ from gcore_llm.forecast import planner_job, run_forecast, slowest_judge
 from gcore_llm.learning.device_plan import shape_of
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_llm.sections import FurtherJudgeConfig, JudgeConfig, RewardModelConfig, TrainerConfig
-from gcore_placement import Correction, PlacementError
+from gcore_placement import Correction, Efficiency, PlacementError
 from gcore_placement.quantities import lengths_of
 
 
@@ -87,6 +87,21 @@ def test_engines_of_one_device_each(tiny: Path, tmp_path: Path) -> None:
             metrics(100.0, longest=200.0)
         )
         assert found["forecast/stages_s"] > 0
+
+
+def test_micro_batches_are_those_of_the_run(tiny: Path, tmp_path: Path) -> None:
+    """Many small ones take longer, which the fastest plan for such a run does not have."""
+    predicted_s: list[float] = []
+    for tokens in (1536, 12_288):
+        run = config(tiny)
+        run = replace(run, actor=replace(run.actor, ppo_max_token_len=tokens))
+        forecast = run_forecast(run, tiny, tmp_path / f"{tokens}.json")
+        step = metrics(100.0, longest=1000.0) | {"sampling/groups": 1024.0}
+        predicted_s.append(forecast(step)["forecast/stages_s"])
+    num_tokens = 1024 * (20 + config(tiny).rollout.n * 100)
+    num_more = num_tokens / 1536 - num_tokens / 12_288
+    more_s = predicted_s[0] - predicted_s[1]
+    assert more_s == pytest.approx(num_more * Efficiency().micro_batch_s, rel=0.02)
 
 
 def test_drawn_lengths_are_those_of_the_law() -> None:

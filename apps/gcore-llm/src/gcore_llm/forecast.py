@@ -6,9 +6,10 @@ from pathlib import Path
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
 from gcore_llm.sections import RunJudge
-from gcore_placement import Job, Lengths, ModelShape
+from gcore_placement import EngineLayout, Job, Lengths, ModelShape, TrainingLayout
 from gcore_runs import model_folder
 from gcore_runs.simulation.forecast import forecast_job, model_shape
+from gcore_trainer import LARGE_MODEL
 
 
 def run_forecast(
@@ -22,18 +23,24 @@ def run_forecast(
     """
     rollout = config.rollout
     num_engines = len(rollout.urls) or max(1, rollout.num_processes)
+    if config.placement.lend_ranks is True:
+        num_engines += config.sizes.num_lent
     job = planner_job(config, model)
     judge = slowest_judge(config)
-    num_judges = 0
+    judges = None
     if judge is not None:
-        num_judges = config.sizes.judges[judge.role]
-    return forecast_job(
-        config,
-        job,
-        path,
+        judges = EngineLayout(
+            num_engines=config.sizes.judges[judge.role],
+            devices_per_engine=judge.settings.tensor_parallel_size,
+            max_num_seqs=rollout.planned_num_seqs,
+        )
+    engines = EngineLayout(
         num_engines=num_engines,
-        num_judges=num_judges,
-        most_num_seqs=rollout.planned_num_seqs,
+        devices_per_engine=rollout.tensor_parallel_size,
+        max_num_seqs=rollout.planned_num_seqs,
+    )
+    return forecast_job(
+        config, job, path, training_layout(config, job.policy), engines=engines, judges=judges
     )
 
 
@@ -96,4 +103,27 @@ def planner_job(
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",
         ppo_mini_batch_size=config.actor.ppo_mini_batch_size,
+    )
+
+
+def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
+    """Return the layout of a run's training ranks, of a policy of this shape."""
+    trainer = config.trainer
+    parallel = trainer.parallel
+    is_megatron = trainer.backend == "megatron"
+    is_checkpointed = config.actor.has_checkpointing
+    granularity = trainer.megatron_config.recompute_granularity
+    if is_megatron and granularity != "auto":
+        is_checkpointed = granularity == "full"
+    elif is_checkpointed == "auto":
+        is_checkpointed = policy.num_parameters >= LARGE_MODEL
+    return TrainingLayout(
+        backend=trainer.backend,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size if is_megatron else 1,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size if is_megatron else 1,
+        context_parallel_size=parallel.context_parallel_size,
+        data_parallel_size=parallel.data_parallel_size(trainer.num_processes),
+        gradient_checkpointing=is_checkpointed,
+        ppo_max_token_len=config.actor.ppo_max_token_len,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
     )

@@ -3,8 +3,9 @@
 Laws are the costs of many choices at once: their arrays are [num_laws].
 """
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class EngineCosts(CheckedQuantities):
         step_s = self.decode_base_s + self.decode_per_sequence_s * running
         return steps * (step_s + self.decode_per_context_token_s * (held + running * steps / 2))
 
-    def steps_within(self, seconds: Number, running: Number, held: Number) -> Number:
+    def steps_within(self, seconds: float, running: float, held: float) -> float:
         """Return the number of steps that take ``seconds``, a fraction included: the inverse of `decode_s`."""
         step_s = (
             self.decode_base_s
@@ -75,7 +76,7 @@ class EngineCosts(CheckedQuantities):
             + self.decode_per_context_token_s * held
         )
         growth = 2 * self.decode_per_context_token_s * running * seconds
-        return cast("Number", 2 * seconds / (step_s + np.sqrt(step_s * step_s + growth)))
+        return 2 * seconds / (step_s + math.sqrt(step_s * step_s + growth))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

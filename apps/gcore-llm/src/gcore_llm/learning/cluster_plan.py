@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import cast
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.forecast import planner_job, slowest_judge
+from gcore_llm.forecast import planner_job, slowest_judge, training_layout
 from gcore_llm.learning.device_plan import (
     check_fits,
     list_sizes,
     plan_memory,
     shape_of,
-    training_layout,
 )
 from gcore_placement import (
     STRATEGIES,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.forecast import planner_job
+from gcore_llm.forecast import planner_job, training_layout
 from gcore_llm.learning.preparation import workload_of
 from gcore_placement import (
     STRATEGIES,
@@ -17,7 +17,6 @@ from gcore_placement import (
     ModelShape,
     PlacementError,
     Resident,
-    TrainingLayout,
     TrainingState,
     engine_order,
     plan_device,
@@ -26,7 +25,7 @@ from gcore_runs import UserError, model_folder
 from gcore_runs.host_memory import available_host_bytes
 from gcore_runs.inputs import count_parameters
 from gcore_runs.simulation.forecast import model_shape
-from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
+from gcore_trainer import SHARE_OF_GRADIENTS
 
 _GB = 1e9
 _LARGE_DEVICE_BYTES = 70 * 2**30
@@ -371,28 +370,6 @@ def shape_of(model: Path) -> ModelShape:
         return shape
     described = shape.num_parameters - shape.other_parameters
     return replace(shape, other_parameters=num_parameters - described)
-
-
-def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
-    trainer = config.trainer
-    parallel = trainer.parallel
-    is_megatron = trainer.backend == "megatron"
-    is_checkpointed = config.actor.has_checkpointing
-    granularity = trainer.megatron_config.recompute_granularity
-    if is_megatron and granularity != "auto":
-        is_checkpointed = granularity == "full"
-    elif is_checkpointed == "auto":
-        is_checkpointed = policy.num_parameters >= LARGE_MODEL
-    return TrainingLayout(
-        backend=trainer.backend,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size if is_megatron else 1,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size if is_megatron else 1,
-        context_parallel_size=parallel.context_parallel_size,
-        data_parallel_size=parallel.data_parallel_size(trainer.num_processes),
-        gradient_checkpointing=is_checkpointed,
-        ppo_max_token_len=config.actor.ppo_max_token_len,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-    )
 
 
 def _training_state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingState:

@@ -1,4 +1,4 @@
-"""The forecast of a run's steps by the planner's laws, on devices of its data sheets or on CPU cores."""
+"""The forecast of a run's steps by the law of dry runs, on devices of the planner's data sheets or on CPU cores."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,12 +11,15 @@ from gcore_placement import (
     Cluster,
     Correction,
     Device,
+    EngineLayout,
     Job,
     ModelShape,
     PlacementError,
+    StepTime,
+    Strategy,
+    TrainingLayout,
     forecast_step,
-    plan,
-    predict_step,
+    predict_layout,
 )
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import write_atomically
@@ -40,44 +43,39 @@ def forecast_job(
     config: BaseRLConfig,
     job: Job,
     path: Path,
+    layout: TrainingLayout,
     *,
-    num_engines: int,
-    num_judges: int,
-    most_num_seqs: int,
+    engines: EngineLayout,
+    judges: EngineLayout | None,
 ) -> Callable[[Mapping[str, float]], dict[str, float]]:
-    """Return what forecasts a step of a job by its metrics, with engines that each generate ``most_num_seqs`` at most.
+    """Return what forecasts a step of a job by its metrics, as a dry run of a cluster predicts it.
 
-    There are ``num_engines``, and ``num_judges`` engines of ``job.judge``; 0 without one. See
-    `gcore_llm.forecast.run_forecast`.
+    See `gcore_llm.forecast.run_forecast`. ``judges`` are engines of ``job.judge``; None without one.
     """
-    if config.placement.lend_ranks is True:
-        num_engines += config.sizes.num_lent
     correction = Correction(most=_MOST)
     if path.exists():
         correction.load_state(Correction.load(path).state())
-    is_time_shared = STRATEGIES[config.strategy].is_time_shared
-    num_ranks = config.trainer.num_processes
-    num_serving = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
-    num_devices = max(num_serving, num_ranks)
+    num_devices = layout.num_ranks + engines.num_devices
+    strategy: Strategy = "colocated"
+    if judges is not None:
+        num_devices += judges.num_devices
+        if not STRATEGIES[config.strategy].is_time_shared:
+            strategy = "split"
     cluster = Cluster(
         num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices
     )
-    costs = plan(cluster, job, most_num_seqs=most_num_seqs, engine_devices=1).costs
-    # Ranks may be fewer than engines.
-    share = num_devices / num_ranks
-    training = replace(
-        costs.training,
-        per_token_s=costs.training.per_token_s * share,
-        per_pair_s=costs.training.per_pair_s * share,
-    )
-    predict = partial(
-        predict_step,
-        replace(costs, training=training),
-        strategy="split" if job.judge and not is_time_shared else "colocated",
-        num_devices=num_devices,
-        policy_devices=num_engines,
-        reward_devices=num_judges,
-    )
+
+    def predict(job: Job) -> StepTime:
+        return predict_layout(
+            cluster,
+            job,
+            layout,
+            engines,
+            judges,
+            strategy=strategy,
+            takes_turns=config.takes_turns or config.lends_ranks,
+        )
+
     return partial(
         forecast_step,
         job=job,

@@ -19,7 +19,7 @@ from gcore_placement.forecast import RUN_FILE, Correction, Job
 from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
 from gcore_placement.quantities import Lengths, check_positive
-from gcore_placement.simulation.continuous_batching import EngineRun
+from gcore_placement.simulation.role_run import RoleRun
 from gcore_placement.simulation.scenarios import (
     FAMILY,
     JOBS,
@@ -29,7 +29,7 @@ from gcore_placement.simulation.scenarios import (
     scenario,
 )
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
-from gcore_placement.simulation.waves import run_waves
+from gcore_placement.simulation.waves import run_wave
 from gcore_placement.strategies import PLANNED
 from gcore_placement.workload.model_shape import ModelShape
 from gcore_placement.workload.recorded_runs import run_trace
@@ -310,7 +310,7 @@ def _load_trace(arguments: argparse.Namespace) -> Trace | None:
 
 def _simulate_timelines(
     simulator: Simulator, comparison: Comparison
-) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
+) -> list[tuple[str, tuple[RoleRun, RoleRun]]]:
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
@@ -318,9 +318,9 @@ def _simulate_timelines(
     return [
         (
             f"colocated, step {step}",
-            run_waves(simulator.costs, [wave], simulator.space.num_devices),
+            run_wave(simulator.costs, wave, simulator.space.num_devices),
         ),
-        (f"dynamic, step {step}", run_waves(simulator.costs, [wave], dynamic)),
+        (f"dynamic, step {step}", run_wave(simulator.costs, wave, dynamic)),
     ]
 
 

@@ -6,7 +6,7 @@ from importlib.resources import files
 import numpy as np
 
 from gcore_placement.errors import make_extra_error
-from gcore_placement.simulation.continuous_batching import EngineRun
+from gcore_placement.simulation.role_run import RoleRun
 from gcore_placement.simulation.simulator import IDLE, WORK, Comparison
 
 try:
@@ -36,9 +36,7 @@ _LINES = {
 _NUM_MOMENTS = 400
 
 
-def page(
-    comparison: Comparison, timelines: Sequence[tuple[str, tuple[EngineRun, EngineRun]]]
-) -> str:
+def page(comparison: Comparison, timelines: Sequence[tuple[str, tuple[RoleRun, RoleRun]]]) -> str:
     """Return the page: a table, bars of device-seconds, lines over the steps, and timelines.
 
     A timeline, of the runs of one wave, shows the devices that are busy over time.
@@ -56,7 +54,7 @@ def page(
             share_lines.append((run.strategy, shares))
     waves: list[dict[str, object]] = []
     for title, (generation, reward) in timelines:
-        end_s = float(reward.finish.max())
+        end_s = max(reward.finish_s)
         busy = [
             ("generation", _count_busy(generation, end_s)),
             ("reward", _count_busy(reward, end_s)),
@@ -75,10 +73,10 @@ def page(
     )
 
 
-def _count_busy(run: EngineRun, end_s: float) -> list[int]:
+def _count_busy(run: RoleRun, end_s: float) -> list[int]:
     """Return the number of busy replicas at moments from 0 to the end of a wave."""
     moments = np.linspace(0, end_s, _NUM_MOMENTS)
-    _, busy_from, busy_to = run.busy
+    _, busy_from, busy_to = np.array(run.busy).T
     started = np.searchsorted(np.sort(busy_from), moments, side="right")
     ended = np.searchsorted(np.sort(busy_to), moments, side="right")
     return (started - ended).tolist()

@@ -52,8 +52,6 @@ class Setting:
     """Correction of all laws, by measurements."""
     most_num_seqs: int
     """Most sequences of an engine at once."""
-    engine_devices: int | None = None
-    """Devices of each engine; None: any number that an engine can have."""
     runnable: bool = False
     """Only plans that gcore-llm can run; see `plan`."""
     state: TrainingState = DEFAULT_STATE
@@ -193,17 +191,16 @@ class EngineOptions:
         """Return all tensor-parallel sizes, including those that do not fit into memory.
 
         They are powers of two that divide the heads, in a node or, where the plan need not be runnable, over whole
-        ones; or the one that the setting names.
+        ones.
         """
         node = self._setting.cluster.devices_per_node
-        only = self._setting.engine_devices
         max_tp = min(num_devices, self.model.workload.num_attention_heads)
         if self._setting.runnable:
             max_tp = min(max_tp, node)
         sizes: list[int] = []
         for tp in powers(max_tp):
             fits_nodes = tp <= node or not tp % node
-            if fits_nodes and divides_heads(self.model, tp) and only in (None, tp):
+            if fits_nodes and divides_heads(self.model, tp):
                 sizes.append(tp)
         return sizes
 

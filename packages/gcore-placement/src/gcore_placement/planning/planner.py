@@ -96,7 +96,6 @@ def plan(
     efficiency: Efficiency | None = None,
     correction: Correction | None = None,
     most_num_seqs: int = 1024,
-    engine_devices: int | None = None,
     runnable: bool = False,
     lora_rank: int | None = None,
 ) -> Plan:
@@ -110,7 +109,6 @@ def plan(
         strategy: None: the fastest; without a judge, colocated.
         correction: measurements of a run of such a job.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
-        engine_devices: devices of each engine; None: whatever is fastest.
         runnable: only plans that have settings of `gcore-llm train`: torch ranks, whose state is in the host's memory
             while engines work, and engines within a node, those of a judge over as many devices as the policy's. Where
             all parameters cannot be trained with the optimizer's state on the devices, it is in the host's memory;
@@ -135,7 +133,6 @@ def plan(
         efficiency=efficiency or Efficiency(),
         correction=correction or Correction(),
         most_num_seqs=most_num_seqs,
-        engine_devices=engine_devices,
         runnable=runnable,
     )
     settings = settings_to_try(setting, lora_rank)

@@ -113,8 +113,10 @@ class SimulatedReplica(Generic[SequenceT]):
     def submit(self, sequences: Iterable[SequenceT], now_s: float) -> None:
         """Add sequences after those that wait."""
         self._waiting.extend(sequences)
-        self._advance(now_s)
-        self._admit()
+        # Nothing changes for those that run unless others join them.
+        if len(self._running) < self._costs.max_num_seqs:
+            self._advance(now_s)
+            self._admit()
 
     def complete(self, now_s: float) -> list[SequenceT]:
         """Take out the sequences that end next; ``now_s`` is `next_end_s`."""
@@ -125,7 +127,8 @@ class SimulatedReplica(Generic[SequenceT]):
         ended: list[SequenceT] = []
         while self._running and self._running[0][0] <= end:
             ended.append(heappop(self._running)[3])
-        self._held -= sum(sequence.context + sequence.length for sequence in ended)
+        for sequence in ended:
+            self._held -= sequence.context + sequence.length
         self._admit()
         return ended
 
@@ -133,9 +136,9 @@ class SimulatedReplica(Generic[SequenceT]):
         self, which: Callable[[SequenceT], bool], now_s: float
     ) -> list[tuple[SequenceT, float]]:
         """Take sequences out, waiting or running; return each with the number of its decoded tokens."""
-        withdrawn = [(sequence, 0.0) for sequence in self._waiting if which(sequence)]
-        if withdrawn:
-            self._waiting = deque(sequence for sequence in self._waiting if not which(sequence))
+        waiting = self.withdraw_waiting()
+        withdrawn = [(sequence, 0.0) for sequence in waiting if which(sequence)]
+        self._waiting.extend(sequence for sequence in waiting if not which(sequence))
         chosen = [entry for entry in self._running if which(entry[3])]
         if chosen:
             self._advance(now_s)
@@ -145,6 +148,12 @@ class SimulatedReplica(Generic[SequenceT]):
             self._running = sorted(entry for entry in self._running if not which(entry[3]))
             self._admit()
         return withdrawn
+
+    def withdraw_waiting(self) -> list[SequenceT]:
+        """Take out all sequences that wait, in order."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        return waiting
 
     def hold(self, now_s: float) -> None:
         """Stop decoding until `release`."""
@@ -160,10 +169,8 @@ class SimulatedReplica(Generic[SequenceT]):
     def _advance(self, now_s: float) -> None:
         if now_s > self._since_s:
             if self._running and not self._is_held:
-                running = float(len(self._running))
-                self._count(
-                    float(self._costs.steps_within(now_s - self._since_s, running, self._held))
-                )
+                passed_s = now_s - self._since_s
+                self._count(self._costs.steps_within(passed_s, len(self._running), self._held))
             self._since_s = now_s
 
     def _count(self, steps: float) -> None:

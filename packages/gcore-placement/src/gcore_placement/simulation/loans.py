@@ -1,14 +1,11 @@
 """Loans within a simulated wave: engines of the policy that are done become judges while judgements wait."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
-
-import numpy as np
 
 from gcore_placement.costs import JobCosts
 from gcore_placement.partition.lending import LendingRule
-from gcore_placement.quantities import Floats
-from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
+from gcore_placement.simulation.role_run import RoleRun
 
 _POLLS_PER_LOAN = 8
 _POLLS_PER_WAVE = 64
@@ -24,95 +21,73 @@ class EngineLoan:
     arrive_s: float
 
 
-def replicas_done_s(run: EngineRun, num_replicas: int) -> Floats:
-    """Return the seconds at which each replica is done: [num_replicas]."""
-    done_R = np.zeros(num_replicas)
-    np.maximum.at(done_R, run.requests.replica, run.finish)
-    return done_R
-
-
-def _count_until(moment_s: float, times_s: Floats) -> int:
-    return int(np.count_nonzero(times_s <= moment_s))
-
-
-def judge_with_loans(
-    costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun, judged: EngineRun
-) -> tuple[EngineRun, list[EngineLoan]]:
-    """Simulate the judging of a wave where `LendingRule` lends engines of the policy that are done; one of them stays.
+def judge_with_loans(costs: JobCosts, generated: RoleRun, judged: RoleRun) -> list[EngineLoan]:
+    """Serve a wave's judgements where `LendingRule` lends engines of the policy that are done; one of them stays.
 
     As a loan arrives, the judgements that have not started are divided over all judges again. Loans of judges to the
     policy, and of engines whose last sequences others could continue, are not simulated.
 
     Args:
-        replicas: the policy's and the judge's.
-        generated: the run of the policy's.
-        judged: that of the judge's without loans.
-
-    Returns:
-        The run of the judge's replicas, lent ones last, and the loans.
+        generated: the run of the policy's replicas, which are done.
+        judged: the judge's replicas, to which all judgements are assigned; lent ones are added to them.
     """
-    assert costs.reward is not None
-    num_engines, num_judges = replicas
-    per_engine = costs.policy.devices_per_replica
-    per_judge = costs.reward.devices_per_replica
+    per_engine = generated.costs.devices_per_replica
+    per_judge = judged.costs.devices_per_replica
     unit = lcm(per_engine, per_judge)
     engines_per_unit = unit // per_engine
-    max_units = (num_engines - 1) // engines_per_unit
-    done_s = replicas_done_s(generated, num_engines)
+    judges_per_unit = unit // per_judge
+    num_judges = judged.num_replicas
+    max_units = (generated.num_replicas - 1) // engines_per_unit
+    done_s = generated.done_s()
     loan_s = costs.swap.sleep_s + costs.swap.load_s
     rule = LendingRule(2, loan_s)
     rule.lent(loan_s)
-    interval_s = max(loan_s / _POLLS_PER_LOAN, float(done_s.max()) / _POLLS_PER_WAVE)
-    arrival = judged.requests.arrival
-    run = judged
+    interval_s = max(loan_s / _POLLS_PER_LOAN, max(done_s) / _POLLS_PER_WAVE)
     loans: list[EngineLoan] = []
-    now_s = float(done_s.min())
-    while now_s < run.start.max():
+    num_arrived = 0
+    now_s = min(done_s)
+    while True:
+        while num_arrived < len(loans) and loans[num_arrived].arrive_s <= now_s:
+            loan = loans[num_arrived]
+            _add_judges(judged, loan.num_devices // per_judge, loan.arrive_s)
+            num_arrived += 1
+        judged.run(now_s)
+        if not judged.has_unstarted:
+            judged.run()
+            return loans
         lent = sum(loan.num_devices for loan in loans) // unit
-        arrived = sum(loan.num_devices for loan in loans if loan.arrive_s <= now_s) // unit
-        num_idle = _count_until(now_s, done_s) // engines_per_unit
-        num_waiting = _count_until(now_s, arrival) - _count_until(now_s, run.start)
-        loan = rule.observe(
+        arrived = (judged.num_replicas - num_judges) // judges_per_unit
+        num_idle = sum(done <= now_s for done in done_s) // engines_per_unit
+        offer = rule.observe(
             now_s,
             idle=(max(0, min(max_units, num_idle) - lent), 0),
-            waiting=(0, num_waiting),
-            finished=(0, _count_until(now_s, run.finish)),
+            waiting=(0, judged.num_waiting),
+            finished=(0, judged.num_finished),
             serving=(1, max(1, num_judges * per_judge // unit + arrived)),
             arriving=(0, lent - arrived),
         )
-        if loan is not None:
-            arrive_s = now_s + loan_s
-            num_old = num_judges + lent * unit // per_judge
-            num_new = loan.num_devices * unit // per_judge
-            requests = _add_judges(run, arrive_s, num_old, num_new, costs.reward.max_num_seqs)
-            run = run_replicas(costs.reward, num_old + num_new, requests)
-            # Judgements that wait do so since their responses are there.
-            run = replace(run, requests=replace(requests, arrival=arrival))
-            loans.append(
-                EngineLoan(num_devices=loan.num_devices * unit, start_s=now_s, arrive_s=arrive_s)
+        if offer is not None:
+            loan = EngineLoan(
+                num_devices=offer.num_devices * unit, start_s=now_s, arrive_s=now_s + loan_s
             )
+            loans.append(loan)
         now_s += interval_s
-    return run, loans
 
 
-def _add_judges(
-    run: EngineRun, arrive_s: float, num_old: int, num_new: int, max_num_seqs: int
-) -> Requests:
-    """Return the requests of a run on `num_new` more replicas from `arrive_s` on.
+def _add_judges(judged: RoleRun, num_new: int, arrive_s: float) -> None:
+    """Add judges, and divide the judgements that have not started over all of them again.
 
-    Those that have started stay. New replicas get equal parts of what waits, as much as they run at once; all replicas
-    get the others in turn.
+    New judges get equal parts of what waits, as much as they run at once; all judges get the others in turn.
     """
-    requests = run.requests
-    arrival = requests.arrival.copy()
-    replica = requests.replica.copy()
-    has_started = run.start < arrive_s
-    arrival[has_started] = run.start[has_started]
-    later = np.flatnonzero(~has_started)
-    later = later[np.argsort(arrival[later], kind="stable")]
-    num_waiting = _count_until(arrive_s, arrival[later])
-    num_first = min(num_waiting, num_new * max_num_seqs)
-    arrival[later] = np.maximum(arrival[later], arrive_s)
-    replica[later[:num_first]] = num_old + np.arange(num_first) % num_new
-    replica[later[num_first:]] = np.arange(len(later) - num_first) % (num_old + num_new)
-    return replace(requests, arrival=arrival, replica=replica)
+    judged.run(arrive_s)
+    num_waiting = judged.num_waiting
+    num_old = judged.num_replicas
+    unstarted = judged.take_unstarted(arrive_s)
+    judged.add_replicas(num_new)
+    if num_waiting:
+        judged.queued_until_s = max(judged.queued_until_s, arrive_s)
+    num_first = min(num_waiting, num_new * judged.costs.max_num_seqs)
+    for number in range(num_new):
+        judged.assign(num_old + number, unstarted[number:num_first:num_new])
+    for number in range(judged.num_replicas):
+        judged.assign(number, unstarted[num_first + number :: judged.num_replicas])

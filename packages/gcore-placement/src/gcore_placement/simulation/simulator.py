@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,12 @@ from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.config import DynamicPartitionConfig
 from gcore_placement.partition.dynamic_partition import DynamicPartition
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad
-from gcore_placement.quantities import Floats, Ints
+from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
     WaveOutcome,
     engine_loads,
     least_seconds,
-    simulate_waves,
+    simulate_wave,
 )
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.traces import Trace, TraceWave
@@ -217,26 +218,23 @@ class Simulator:
 
     def colocated(self) -> StrategyRun:
         """Simulate colocated: all devices generate, then all judge, wave after wave, with swaps between."""
-        outcomes = simulate_waves(self.costs, self._waves, self.space.num_devices)
-        self._progress(len(self._waves))
+        outcomes = [self._simulate(wave, self.space.num_devices) for wave in self._waves]
         return self._run("colocated", outcomes)
 
     def split(self, partition: Partition) -> StrategyRun:
         """Simulate split: the same partition in each wave."""
-        index = self.space.index(partition)
-        self._simulate(range(len(self._waves)), index)
-        return self._run_partitions("split", [index] * len(self._waves))
+        return self._run_partitions("split", [self.space.index(partition)] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
         """Simulate the split that is fastest over the whole trace, chosen with hindsight."""
-        return self._run_fastest("split", np.zeros(len(self._waves), dtype=np.intp))
+        return self._run_fastest("split", [range(len(self._waves))])
 
     def clairvoyant(self) -> StrategyRun:
         """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
         No strategy that keeps to the space's partitions is faster in any wave. Loans within a wave do not keep to them.
         """
-        return self._run_fastest("clairvoyant", np.arange(len(self._waves)))
+        return self._run_fastest("clairvoyant", [[wave] for wave in range(len(self._waves))])
 
     def dynamic(
         self,
@@ -273,22 +271,17 @@ class Simulator:
         for number, wave in enumerate(self._waves):
             partition = policy.partition
             if outcomes and outcomes[-1].replicas != partition.replicas:
-                (outcome,) = simulate_waves(
-                    self.costs,
-                    [wave],
+                outcome = self._simulate(
+                    wave,
                     partition,
                     before=outcomes[-1].replicas,
                     late_s=config.move_within_s if is_within_step else config.move_s,
                     lends=lends,
                 )
-                self._progress(1)
             else:
-                index = self.space.index(partition)
-                # The rest of its step is simulated with it.
-                self._simulate(range(number, next(end for end in self._end if end > number)), index)
-                outcome = self._known[number, index]
+                outcome = self._outcome(number, self.space.index(partition))
                 if lends and outcome.queued_until_s > outcome.spare_s:
-                    (outcome,) = simulate_waves(self.costs, [wave], partition, lends=True)
+                    outcome = simulate_wave(self.costs, wave, partition, lends=True)
             outcomes.append(outcome)
             partitions.append(partition)
             is_within_step = number + 1 not in self._end
@@ -296,26 +289,31 @@ class Simulator:
             policy.observe(*loads, size=len(wave.prompt_length), is_within_step=is_within_step)
         return self._run("dynamic", outcomes, partitions)
 
-    def _run_fastest(self, strategy: str, group_W: Ints) -> StrategyRun:
-        """Run each group of waves, [W] by number, on the partition that is fastest for the group."""
-        num_groups = int(group_W[-1]) + 1
-        fastest_G = np.full(num_groups, np.inf)
-        chosen_G = np.zeros(num_groups, dtype=np.intp)
-        for index in self._least_s.sum(axis=0).argsort().tolist():
-            seconds_W = self._least_s[:, index].copy()
-            may_be_G = np.bincount(group_W, weights=seconds_W) < fastest_G
-            waves = np.flatnonzero(may_be_G[group_W]).tolist()
-            self._simulate(waves, index)
-            seconds_W[waves] = [self._known[wave, index].seconds for wave in waves]
-            seconds_G = np.bincount(group_W, weights=seconds_W)
-            is_fastest_G = may_be_G & (seconds_G < fastest_G)
-            fastest_G[is_fastest_G] = seconds_G[is_fastest_G]
-            chosen_G[is_fastest_G] = index
-        return self._run_partitions(strategy, chosen_G[group_W].tolist())
+    def _run_fastest(self, strategy: str, groups: Sequence[Sequence[int]]) -> StrategyRun:
+        """Run each group of waves, given by their numbers, on the partition that is fastest for the group."""
+        chosen: list[int] = []
+        for waves in groups:
+            fastest = 0
+            fastest_s = np.inf
+            for index in self._least_s[waves].sum(axis=0).argsort().tolist():
+                seconds = self._seconds_below(fastest_s, waves, index)
+                if seconds < fastest_s:
+                    fastest = index
+                    fastest_s = seconds
+            chosen.extend([fastest] * len(waves))
+        return self._run_partitions(strategy, chosen)
+
+    def _seconds_below(self, limit_s: float, waves: Sequence[int], index: int) -> float:
+        """Return the seconds of waves on a partition, or infinity as soon as they cannot be below a limit."""
+        for wave in waves:
+            if self._least_s[waves, index].sum() >= limit_s:
+                return np.inf
+            self._outcome(wave, index)
+        return sum(self._outcome(wave, index).seconds for wave in waves)
 
     def _run_partitions(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
         """Combine the waves, each on the partition with the index that is chosen for it."""
-        outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
+        outcomes = [self._outcome(wave, index) for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
 
     def _run(
@@ -379,23 +377,24 @@ class Simulator:
             lent_devices=tuple(wave.lent_devices for wave in waves),
         )
 
-    def _simulate(self, waves: Iterable[int], index: int) -> None:
-        """Simulate those of the waves on a partition that are not yet simulated, all at once."""
-        unknown = [wave for wave in waves if (wave, index) not in self._known]
-        if not unknown:
-            return
-        partition = self.space.partitions[index]
-        outcomes = simulate_waves(self.costs, [self._waves[wave] for wave in unknown], partition)
-        for wave, outcome in zip(unknown, outcomes, strict=True):
+    def _simulate(self, wave: TraceWave, layout: Partition | int, **options: Any) -> WaveOutcome:
+        outcome = simulate_wave(self.costs, wave, layout, **options)
+        self._progress(1)
+        return outcome
+
+    def _outcome(self, wave: int, index: int) -> WaveOutcome:
+        """Return the outcome of a wave on a partition without moves, which is simulated once."""
+        if (wave, index) not in self._known:
+            outcome = self._simulate(self._waves[wave], self.space.partitions[index])
             self._known[wave, index] = outcome
-        self._progress(len(unknown))
+            self._least_s[wave, index] = outcome.seconds
+        return self._known[wave, index]
 
     @cached_property
     def _least_s(self) -> Floats:
-        """[num_waves, num_partitions] lower bounds of each wave's seconds on each partition."""
+        """[num_waves, num_partitions] lower bounds of each wave's seconds on each partition; exact once simulated."""
         partitions = self.space.partitions
-        bounds = [least_seconds(self.costs, self._waves, partition) for partition in partitions]
-        return np.stack(bounds, axis=1)
+        return np.stack([least_seconds(self.costs, wave, partitions) for wave in self._waves])
 
 
 @dataclass(frozen=True, kw_only=True)
