@@ -12,7 +12,7 @@ _MAX_SKEW_S = 0.5
 _GB = 1e9
 _HERE = "this command"
 _SHARED = ("Python", "ray", "gcore-llm", "gcore-diffusion", "gcore-runs", "gcore-controller")
-"""What this command exchanges objects of with the nodes."""
+"""This command exchanges objects of these with the nodes: their versions must be equal."""
 _MIN_OBJECT_STORE_BYTES = 2 * _GB
 
 
