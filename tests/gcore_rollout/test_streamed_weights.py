@@ -1,4 +1,7 @@
-"""Weights in Ray's object store are read bucket by bucket: a node needs space for a few of them, not for all."""
+"""Weights are read bucket by bucket: a node needs space for a few of them, not for all.
+
+Without GPUs, NIXL reads the host's memory of another process, by the same calls.
+"""
 
 import asyncio
 import sys
@@ -120,3 +123,50 @@ async def test_a_bucket_that_is_lost(is_first: bool) -> None:
         await engine.update_weights(WeightReferences.join(parts), version=1)
     await engine.handle.end()
     ray.kill(other)
+
+
+class DirectSender(Sender):
+    """A process whose weights are read where they are: NIXL treats the host's memory as a GPU's."""
+
+    def put(self, name: str) -> WeightReferences:
+        tensors = {
+            f"{name}.odd": torch.arange(1001.0) + len(name),
+            f"{name}.short": torch.full((3, 5), 2.0, dtype=torch.bfloat16),
+            f"{name}.large": torch.ones(1 << 20),
+        }
+        return WeightReferences.put(tensors.items(), bucket_size_bytes=8000, is_direct=True)
+
+    async def read_values(self, weights: WeightReferences) -> dict[str, torch.Tensor]:
+        on_host = await weights.fetch(on_host=True)
+        return {name: tensor.clone() for name, tensor in on_host}
+
+
+async def test_weights_that_are_read_from_their_senders() -> None:
+    """By any number of processes, also late ones, whatever happens to the others; no store has them."""
+    make: Any = ray.remote(DirectSender)
+    senders = [make.options(num_cpus=0).remote() for _ in "ab"]
+    reader = make.options(num_cpus=0).remote()
+    parts = [await sender.put.remote(name) for sender, name in zip(senders, "ab", strict=True)]
+    weights = WeightReferences.join(parts)
+    assert weights.size_bytes == 2 * (4 * 1001 + 2 * 15 + (4 << 20))
+    values = await reader.read_values.remote(weights)
+    assert values["a.odd"].equal(torch.arange(1001.0) + 1)
+    assert values["b.short"].equal(torch.full((3, 5), 2.0, dtype=torch.bfloat16))
+    assert values["b.large"].equal(torch.ones(1 << 20))
+
+    doomed, other = await connect(), await connect()
+    dying = asyncio.create_task(doomed.update_weights(weights, version=1))
+    ray.kill(doomed.handle.actor)
+    await other.update_weights(weights, version=1)
+    with pytest.raises(EngineDiedError):
+        await dying
+    late = await connect()
+    await late.update_weights(weights, version=1)
+    assert late.weight_version == other.weight_version == 1
+
+    ray.kill(senders[1])
+    with pytest.raises(EngineDiedError, match=r"bucket \d of 4 of the new weights is lost"):
+        async with asyncio.timeout(60):
+            await other.update_weights(weights, version=2)
+    for engine in (other, late):
+        await engine.handle.end()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from gcore_placement import Device, PlacementError
 from gcore_runs import UserError, resolve
 from gcore_runs.on_ray import holds_asleep
 from gcore_runs.settings.sections import PlacementConfig
+from gcore_runs.training_ranks import reads_from_ranks
 
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -150,6 +152,14 @@ def test_engines_of_all_roles_sleep_where_half_of_each_nodes_memory_holds_them(t
     on_cpu = replace(on_gpus, device="cpu", placement=PlacementConfig(strategy="dynamic"))
     assert not holds_asleep([head], on_cpu, 1e9)
     assert holds_asleep([head], on_cpu, 1e8)
+
+
+def test_engines_read_weights_from_gpus_that_ranks_have_for_themselves(tiny: Path) -> None:
+    assert find_spec("nixl") is not None
+    apart = config(tiny, device="cuda", runtime="ray", rollout=RolloutConfig(colocated=False))
+    assert reads_from_ranks(apart)
+    assert not reads_from_ranks(replace(apart, rollout=RolloutConfig()))
+    assert not reads_from_ranks(replace(apart, device="cpu"))
 
 
 def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,8 @@ def test_a_model_that_is_too_large_is_refused_with_what_would_fit(
     code = run(
         "--recipe",
         "qwen3_32b_gsm8k",
+        "--dry-run-device",
+        "72",
         "--rollout.tensor-parallel-size",
         "1",
         "--rollout.num-processes",
@@ -146,7 +148,7 @@ def test_a_model_that_is_too_large_is_refused_with_what_would_fit(
     output = capsys.readouterr()
     assert code == 2
     assert output.out.splitlines()[-1] == "does not fit"
-    assert "model is 'Qwen3-32B' (32.76 B parameters), whose stage 'sync' needs" in output.err
+    assert "model is 'Qwen3-32B' (32.76 B parameters), whose stage 'generate' needs" in output.err
     assert "these would fit: rollout.tensor_parallel_size 2 (" in output.err
     code = run(
         "--recipe",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -217,14 +218,18 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     ) -> TrainerSpec:
         """Return how the training ranks of a run are started; local ranks also need the modules of ``preload``."""
         checkpoints = checkpoints.absolute()
-        sends_deltas = isinstance(config, BaseRLConfig) and config.ray.weight_sync == "delta"
+        put_weights = _put_weights
+        if isinstance(config, BaseRLConfig):
+            put_weights = partial(_put_weights, is_direct=reads_from_ranks(config))
+            if config.ray.weight_sync == "delta":
+                put_weights = _put_deltas()
         return TrainerSpec(
             make_worker=partial(cls._on_device, config, model.absolute(), checkpoints),
             num_ranks=config.trainer.num_processes,
             device=config.device,
             num_threads=config.threads,
             enter_process=partial(_enter_rank, config, logs_of(checkpoints)),
-            put_weights=_put_deltas() if sends_deltas else _put_weights,
+            put_weights=put_weights,
             write_weights=_write_weights,
             open_memory=_open_memory,
             expected_errors=(CheckpointError, TrainerError, UserError),
@@ -283,11 +288,22 @@ def _enter_rank(config: BaseRunConfig, logs: Path, rank: int) -> None:
         bind_to_gpus(rank % torch.cuda.device_count())
 
 
-def _put_weights(weights: Any, *, version: int, base_version: int | None) -> Any:
+def reads_from_ranks(config: BaseRLConfig) -> bool:
+    """Return whether engines on Ray read new weights from the GPUs of the ranks, by NIXL, where it is installed.
+
+    Not where they have GPUs in turns: each rank keeps its part, of two versions during an update.
+    """
+    has_own_gpus = not config.takes_turns and not config.lends_ranks
+    return has_own_gpus and config.device.startswith("cuda") and find_spec("nixl") is not None
+
+
+def _put_weights(
+    weights: Any, *, version: int, base_version: int | None, is_direct: bool = False
+) -> Any:
     from gcore_rollout import WeightReferences
 
     del version, base_version  # all of them, whatever was sent before
-    return WeightReferences.put(weights)
+    return WeightReferences.put(weights, is_direct=is_direct)
 
 
 def _put_deltas() -> Any:

@@ -234,7 +234,8 @@ class SharedCudaWeights:
             self._check(name, tensor)
             bucket = self._buckets[-1] if self._buckets else None
             if bucket is None or bucket.buffer().device != tensor.device or not bucket.fits(tensor):
-                bucket = Packing(self._allocate(max(bucket_bytes, tensor.nbytes), tensor.device))
+                size_bytes = max(bucket_bytes, tensor.nbytes)
+                bucket = Packing(allocate_shareable(size_bytes, tensor.device, self._pools))
                 self._buckets.append(bucket)
             bucket.add(name, tensor.detach())
         for device in self._pools:
@@ -280,11 +281,6 @@ class SharedCudaWeights:
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_cuda:
             raise ValueError(f"weight {name!r} is on {tensor.device}; expected a CUDA device")
-
-    def _allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        pool = self._pools.setdefault(device, torch.cuda.MemPool())
-        with plain_segments(), torch.cuda.use_mem_pool(pool, device):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def _share(
         self, buffer: torch.Tensor
@@ -392,6 +388,17 @@ def choose_sources(
 def gpu_of(device: torch.device) -> str | None:
     """Return the UUID of a CUDA device; None: it is another kind of device."""
     return _uuid(device) if device.type == "cuda" else None
+
+
+def allocate_shareable(
+    size_bytes: int, device: torch.device, pools: dict[torch.device, Any]
+) -> torch.Tensor:
+    """Return memory that other processes can open, uint8 [size_bytes]; on CUDA it is one of the device's pool."""
+    if device.type != "cuda":
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    pool = pools.setdefault(device, torch.cuda.MemPool())
+    with plain_segments(), torch.cuda.use_mem_pool(pool, device):
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from gcore_rollout.engines.remote.session import (
     updates_weights,
 )
 from gcore_rollout.errors import EngineDiedError, EngineStartError
+from gcore_rollout.weight_sync.digests import get_weights_gpu
 
 if TYPE_CHECKING:
     from gcore_rollout.weight_sync.updates import WeightMirror
@@ -63,7 +64,8 @@ class _ClientSession(EngineSession):
         on_death: Callable[[EngineDiedError], None],
         mirror: "Callable[[], WeightMirror]",
     ) -> None:
-        super().__init__(self._put, lambda references: references.fetch())
+        on_host = get_weights_gpu(engine) is None
+        super().__init__(self._put, lambda references: references.fetch(on_host=on_host))
         self.engine = engine
         self._mirror = mirror
         self.outgoing: asyncio.Queue[FromEngine] = asyncio.Queue()
