@@ -65,6 +65,23 @@ def test_a_single_response_keeps_its_score() -> None:
         assert group_advantages([0.5], estimator).tolist() == [0.5]
 
 
+def test_maxrl_weighs_a_success_by_how_rare_it_is() -> None:
+    """In expectation the gradient of log p, cut after n - 1 terms: sum_k (1 - p)^(k - 1) grad p."""
+    n, p = 5, 0.3
+    expected = 0.0
+    for successes in range(n + 1):
+        scores = [1.0] * successes + [0.0] * (n - successes)
+        advantages = group_advantages(scores, "maxrl")
+        # grad log p(response) is 1/p of a success and -1/(1 - p) of a failure, for p itself as the parameter.
+        gradients = np.where(np.array(scores) > 0, 1 / p, -1 / (1 - p))
+        chance = math.comb(n, successes) * p**successes * (1 - p) ** (n - successes)
+        expected += chance * float((advantages * gradients).mean())
+    assert_allclose(expected, sum((1 - p) ** (k - 1) for k in range(1, n)), rtol=1e-6)
+    assert group_advantages([0.0, 0.0], "maxrl").tolist() == [0.0, 0.0]
+    with pytest.raises(BatchError, match=r"expected numbers of at least 0"):
+        group_advantages([-1.0, 1.0], "maxrl")
+
+
 @pytest.mark.parametrize("bad", [[], [[1.0, 2.0]], [1.0, math.nan], [1.0, math.inf], 1.0])
 def test_scores_that_cannot_be_compared_are_refused(bad: list[float]) -> None:
     with pytest.raises(BatchError, match=r"^scores is "):
@@ -91,6 +108,9 @@ def test_remax_compares_with_the_greedy_response() -> None:
         ("dr_grpo", [-0.5, 0.5]),
         ("reinforce_plus_plus_baseline", [-0.5, 0.5]),
         ("rloo", [-1.0, 1.0]),
+        ("opo", [-0.5, 0.5]),
+        ("grpo_passk", [0.0, 2.0**0.5]),
+        ("maxrl", [-1.0, 1.0]),
     ],
 )
 def test_estimators_by_name(estimator: str, expected: list[float]) -> None:

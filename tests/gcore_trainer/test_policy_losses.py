@@ -102,7 +102,7 @@ def test_sapo(
     assert_allclose(gradient(loss, log_probs), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gpg"])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
     log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -120,7 +120,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
 def test_a_loss_that_there_is_not_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH\.py:function",
+        match=r"loss_mode is 'ppo'; expected one of cispo, dppo_kl, .*, vanilla, or PATH\.py:function",
     ):
         PolicyLossConfig(loss_mode="ppo")
     with pytest.raises(ConfigError, match="tau_neg is 0"):

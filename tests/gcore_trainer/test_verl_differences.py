@@ -30,7 +30,7 @@ from gcore_trainer import (
     policy_loss,
     rollout_correction,
 )
-from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimator import ESTIMATORS, whiten, whitening_moments
 from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.config import POLICY_LOSSES, KLPenalty
 from gcore_trainer.objectives.value import explained_variance, value_moments
@@ -116,8 +116,8 @@ def test_scores_that_are_not_finite(verl: Any) -> None:
 
 def test_names_that_verl_alone_has(verl: Any) -> None:
     estimators = {getattr(name, "value", name) for name in verl.algos.ADV_ESTIMATOR_REGISTRY}
-    ours = {"grpo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax", "gae"}
-    assert ours <= estimators
+    ours = set(ESTIMATORS.names) & estimators
+    assert len(ours) == 8
     losses = set(verl.algos.POLICY_LOSS_REGISTRY)
     assert set(POLICY_LOSSES.names) <= losses
     for name in (estimators - ours) | (losses - set(POLICY_LOSSES.names)):
@@ -128,7 +128,7 @@ def test_names_that_verl_alone_has(verl: Any) -> None:
     assert verl_advantages(verl, "rloo", [0.5])[0, 0] == 0.5
     assert not verl_advantages(verl, "rloo_vectorized", [0.5]).any()
     assert verl.algos.agg_loss(torch.ones(2, 3), torch.ones(2, 3), "token-sum") == 6.0
-    for settings in ({"loss_agg_mode": "token-sum"}, {"loss_mode": "gpg"}, {"kl_loss_type": "abs"}):
+    for settings in ({"loss_agg_mode": "token-sum"}, {"loss_mode": "dro"}, {"kl_loss_type": "abs"}):
         with pytest.raises(ConfigError, match="one of"):
             PolicyLossConfig(**settings)  # pyright: ignore[reportArgumentType]
 

@@ -15,6 +15,7 @@ from hypothesis import assume, given, strategies as st
 from numpy.typing import NDArray
 
 from gcore_trainer import (
+    AdvantageConfig,
     BatchTotals,
     KLControlConfig,
     KLController,
@@ -28,7 +29,12 @@ from gcore_trainer import (
     policy_loss,
     rollout_correction,
 )
-from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimator import (
+    ScoredGroup,
+    get_advantage_estimator,
+    whiten,
+    whitening_moments,
+)
 from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
 from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.config import (
@@ -144,6 +150,29 @@ def test_group_advantages(verl: Any, estimator: str, seed: int) -> None:
     batch.assert_equal(actual, expected.where(expected.abs() > 1e-9, 0.0))
 
 
+@pytest.mark.parametrize("name", ["opo", "grpo_passk"])
+@given(seed=seeds)
+def test_advantages_of_groups_that_are_compared(verl: Any, name: str, seed: int) -> None:
+    batch = Batch.of(seed, has_empty=False)
+    num = len(batch.lengths)
+    index = np.arange(num) // 2
+    index[-1] = index[-2]
+    # No two are equal: which of them is the best would be anybody's choice.
+    rewards = batch_of_scores(batch, batch.rng.permutation(num) / 4)
+    config = {"norm_adv_by_std_in_grpo": True}
+    function = verl.algos.get_adv_estimator_fn(name)
+    expected, _ = function(rewards, response_mask=batch.mask, index=index, config=config)
+    advantages: list[NDArray[Any]] = []
+    for group in range(max(index) + 1):
+        rows = np.flatnonzero(index == group)
+        scored = ScoredGroup(
+            rewards=[batch.rows(rewards)[row] for row in rows],
+            masks=[batch.masks[row] for row in rows],
+        )
+        advantages += get_advantage_estimator(name)(scored, AdvantageConfig())[0]
+    batch.assert_equal(advantages, expected)
+
+
 def batch_of_scores(batch: Batch, scores: NDArray[np.float64]) -> torch.Tensor:
     """[B, R] rewards: the score on the last token that counts, or on the first where none does."""
     rewards = torch.zeros_like(batch.mask)
@@ -217,6 +246,14 @@ POLICY_LOSSES: dict[str, PolicyLossConfig] = {
     "gspo": PolicyLossConfig(loss_mode="gspo", clip_ratio_low=0.05, clip_ratio_high=0.1),
     "cispo": PolicyLossConfig(loss_mode="cispo", clip_ratio_low=0.3, clip_ratio_high=0.4),
     "sapo": PolicyLossConfig(loss_mode="sapo", tau_pos=1.1, tau_neg=1.7),
+    "dppo_tv": PolicyLossConfig(
+        loss_mode="dppo_tv", clip_ratio_low=0.05, clip_ratio_high=0.1, clip_ratio_c=4.0
+    ),
+    "dppo_kl": PolicyLossConfig(
+        loss_mode="dppo_kl", clip_ratio_low=0.05, clip_ratio_high=0.1, clip_ratio_c=4.0
+    ),
+    "geo_mean": PolicyLossConfig(loss_mode="geo_mean", clip_ratio_low=0.3, clip_ratio_high=0.4),
+    "gpg": PolicyLossConfig(loss_mode="gpg"),
 }
 
 
@@ -226,9 +263,13 @@ def test_policy_loss_and_gradient(
     verl: Any, name: str, seed: int, mode: LossAggMode, scale: float
 ) -> None:
     config, batch = POLICY_LOSSES[name], Batch.of(seed)
-    if config.loss_mode == "sapo":
-        mode = "seq-mean-token-mean"  # whatever verl is asked for
     old, advantages, weights = -batch.normal().abs(), batch.normal(), batch.normal().abs()
+    if config.loss_mode in ("sapo", "geo_mean"):
+        mode = "seq-mean-token-mean"  # whatever verl is asked for
+    if config.loss_mode == "geo_mean":
+        # verl takes those of a sequence.
+        advantages = advantages[:, :1].expand_as(advantages)
+        weights = weights[:, :1].expand_as(weights)
     log_probs = (old + batch.normal(scale)).requires_grad_()
     expected, metrics = verl.algos.get_policy_loss_fn(config.loss_mode)(
         old,
@@ -250,7 +291,9 @@ def test_policy_loss_and_gradient(
     counted = batch.flat(batch.mask).bool()
     nothing = torch.zeros_like(counted)
     for metric in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
-        assert_near(own_metrics.get(metric, nothing)[counted].double().mean(), metrics[metric])
+        assert_near(
+            own_metrics.get(metric, nothing)[counted].double().mean(), metrics.get(metric, 0.0)
+        )
 
 
 def verl_actor(verl: Any, config: PolicyLossConfig, num_sequences: int) -> Any:

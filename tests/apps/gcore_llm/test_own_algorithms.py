@@ -125,8 +125,8 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
     [
         (
             ["--algorithm.adv-estimator", "ppo"],
-            "algorithm.adv_estimator is 'ppo'; expected one of distillation, dr_grpo, gae, grpo, reinforce_plus_plus, "
-            "reinforce_plus_plus_baseline, remax, rloo, or PATH.py:function",
+            "algorithm.adv_estimator is 'ppo'; expected one of distillation, dr_grpo, gae, grpo, grpo_passk, maxrl, "
+            "opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, or PATH.py:function",
         ),
         (
             ["--algorithm.adv-estimator", "none.py:f"],
@@ -156,7 +156,7 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
         (["--algorithm.adv-estimator", "advantage.py:wrong"], "advantages has shapes [(), (), "),
         (
             ["--actor.loss.loss-mode", "ppo"],
-            "loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH",
+            "loss_mode is 'ppo'; expected one of cispo, dppo_kl, dppo_tv, geo_mean, gpg, gspo, sapo, vanilla, or PATH",
         ),
         (["--actor.loss.loss-mode", "none.py:f"], "loss_mode is 'none.py:f'; expected a file that"),
         (

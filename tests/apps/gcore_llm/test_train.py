@@ -448,6 +448,8 @@ def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) 
             "--actor.loss.loss-mode",
             "sapo",
         ],
+        ["--algorithm.adv-estimator", "maxrl", "--actor.loss.loss-mode", "dppo_tv"],
+        ["--algorithm.adv-estimator", "opo", "--actor.loss.loss-mode", "geo_mean"],
         [
             "--algorithm.adv-estimator",
             "reinforce_plus_plus",

@@ -123,11 +123,12 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     """
 
     adv_estimator: str = "grpo"
-    """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
-    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), not at all, so that
-    only distillation.teachers are learned from (distillation), or by your own function (PATH.py:function)."""
+    """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, maxrl,
+    grpo_passk), against a greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic
+    (gae), not at all, so that only distillation.teachers are learned from (distillation), or by your own function
+    (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation, in grpo."""
+    """Divide by the group's standard deviation, in grpo and grpo_passk."""
     gamma: Fraction = 1.0
     """Discount per token, in reinforce_plus_plus and gae."""
     lam: Fraction = 1.0
@@ -170,7 +171,7 @@ _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than dis
 _READ_WITH = (
     ReadWith(
         settings=("algorithm.norm_adv_by_std_in_grpo",),
-        chosen_by={_ESTIMATOR: one_of("grpo", own=True)},
+        chosen_by={_ESTIMATOR: one_of("grpo", "grpo_passk", own=True)},
     ),
     ReadWith(
         settings=("algorithm.gamma",),
@@ -214,11 +215,17 @@ _READ_WITH = (
     ),
     ReadWith(
         settings=("actor.loss.clip_ratio_low", "actor.loss.clip_ratio_high"),
-        chosen_by={_LOSS: one_of("vanilla", "gspo", "cispo", own=True)},
+        chosen_by={
+            _LOSS: one_of("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", own=True)
+        },
     ),
     ReadWith(
         settings=("actor.loss.clip_ratio_c",),
-        chosen_by={_LOSS: Bound(has_dual_clip, "vanilla, or PATH.py:function with a dual clip")},
+        chosen_by={
+            _LOSS: Bound(
+                has_dual_clip, "vanilla, dppo_tv, dppo_kl, or PATH.py:function with a dual clip"
+            )
+        },
     ),
     ReadWith(
         settings=("actor.loss.tau_pos", "actor.loss.tau_neg"),

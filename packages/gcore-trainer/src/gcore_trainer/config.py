@@ -205,7 +205,7 @@ class AdvantageConfig(CheckedConfig):
     """
 
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation, in grpo."""
+    """Divide by the group's standard deviation, in grpo and grpo_passk."""
     gamma: Fraction = 1.0
     """Discount per token, in reinforce_plus_plus and gae."""
     lam: Fraction = 1.0
@@ -346,16 +346,19 @@ class PolicyLossConfig(CheckedConfig):
     """
 
     loss_mode: str = "vanilla"
-    """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo), or a
-    user's own (PATH.py:function)."""
+    """PPO's clipped ratio (vanilla), a sequence's ratio (gspo, geo_mean), a clipped weight (cispo), a smooth gate
+    (sapo), a bound of the divergence in place of the ratio (dppo_tv, dppo_kl), none of these (gpg), or a user's own
+    (PATH.py:function)."""
     clip_ratio_low: Fraction = 0.2
-    """The ratio is clipped at 1 - clip_ratio_low."""
+    """The ratio is clipped at 1 - clip_ratio_low, in geo_mean its logarithm at -clip_ratio_low; bound of the divergence
+    in dppo_tv and dppo_kl."""
     clip_ratio_high: Annotated[float, AT_LEAST_0] = 0.28
-    """The ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher)."""
+    """The ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher); see clip_ratio_low."""
     clip_ratio_c: Annotated[
         float | None, ConfigBound(lambda v: v is None or v > 1, "above 1, or None")
     ] = None
-    """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
+    """Dual clip: bound of the loss of a negative advantage, in advantages; above 1. Bound of the ratio in dppo_tv and
+    dppo_kl."""
     tau_pos: AboveZero = 1.0
     """SAPO: steepness of the gate for advantages above 0."""
     tau_neg: AboveZero = 1.05

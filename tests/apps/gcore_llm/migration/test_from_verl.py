@@ -218,6 +218,18 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"),
         {"actor.loss.loss_mode": "cispo", "actor.loss.clip_ratio_low": 1.0},
     ),
+    "GMPO aggregates by sequence": (
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "algorithm.adv_estimator=opo"),
+        {
+            "actor.loss.loss_mode": "geo_mean",
+            "actor.loss.loss_agg_mode": "seq-mean-token-mean",
+            "algorithm.adv_estimator": "opo",
+        },
+    ),
+    "DPPO": (
+        (f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio_c=5"),
+        {"actor.loss.loss_mode": "dppo_tv", "actor.loss.clip_ratio_c": 5.0},
+    ),
     "SAPO aggregates by sequence": (
         (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.2"),
         {"actor.loss.loss_agg_mode": "seq-mean-token-mean", "actor.loss.tau_neg": 1.2},
@@ -472,10 +484,10 @@ MISSING = {
     f"{ROLLOUT}.top_k": "50",
     f"{ROLLOUT}.name": "sglang",
     f"{ACTOR}.loss_agg_mode": "token-sum",
-    f"{ACTOR}.policy_loss.loss_mode": "geo_mean",
+    f"{ACTOR}.policy_loss.loss_mode": "clip_cov",
     f"{ACTOR}.entropy_coeff": "-0.1",
     f"{ACTOR}.quux": None,
-    "algorithm.adv_estimator": "opo",
+    "algorithm.adv_estimator": "gdpo",
     f"{ROLLOUT}.multi_turn.enable": "True",
     "trainer.device": "npu",
     f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": "0.01",

@@ -30,11 +30,11 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 _KL_IN_LOSS = _KL | {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
 _ESTIMATORS = {
     **keep_names("grpo", "gae", "rloo", "remax", "reinforce_plus_plus"),
-    **keep_names("reinforce_plus_plus_baseline"),
+    **keep_names("reinforce_plus_plus_baseline", "opo", "grpo_passk"),
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
 }
-_LOSSES = keep_names("vanilla", "gspo", "cispo", "sapo")
+_LOSSES = keep_names("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "geo_mean", "gpg")
 _AGGREGATIONS = keep_names(
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 )
@@ -388,18 +388,20 @@ def policy_loss(c: Conversion) -> None:
     mode = f"{ACTOR}.policy_loss.loss_mode"
     loss = c.one_of(mode, _LOSSES, "vanilla")
     c.put("actor.loss.loss_mode", loss, mode)
-    low = f"{ACTOR}.clip_ratio_low"
-    c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
-    c.copy(f"{ACTOR}.clip_ratio_high")
+    if loss != "gpg":
+        low = f"{ACTOR}.clip_ratio_low"
+        c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
+        c.copy(f"{ACTOR}.clip_ratio_high")
     c.notes[f"{ACTOR}.clip_ratio"] = (
         "verl, too, takes clip_ratio_low and clip_ratio_high, which have defaults"
     )
-    if loss == "vanilla":
+    if loss in ("vanilla", "dppo_tv", "dppo_kl"):
         c.copy(f"{ACTOR}.clip_ratio_c")
     if loss == "sapo":
         for name in ("tau_pos", "tau_neg"):
             has_newer = c.has(f"{ACTOR}.policy_loss.{name}")
             c.copy(f"{ACTOR}.policy_loss.{name}" if has_newer else f"{ACTOR}.{name}")
+    if loss in ("sapo", "geo_mean"):
         c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", mode)
     else:
         aggregation = f"{ACTOR}.loss_agg_mode"
