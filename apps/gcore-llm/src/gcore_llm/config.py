@@ -93,8 +93,7 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
         super().__post_init__()
         if self.is_on_servers and not self.weights_dir:
             raise UserError(
-                "rollout.engine_options.weights_dir is not set; expected a folder with rollout.engine "
-                f"{self.engine!r}"
+                f"rollout.engine_options.weights_dir is not set; expected a folder with rollout.engine {self.engine!r}"
             )
 
     @property
@@ -124,9 +123,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, maxrl,
-    grpo_passk), against a greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic
-    (gae), not at all, so that only distillation.teachers are learned from (distillation), or by your own function
-    (PATH.py:function)."""
+    grpo_passk), a greedy response (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, to learn from
+    distillation.teachers alone (distillation); or by your own function (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo and grpo_passk."""
     gamma: Fraction = 1.0
@@ -167,6 +165,7 @@ def _reads_token_rewards(name: str) -> bool:
 
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
+_CLIPS = one_of("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", own=True)
 _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
 _READ_WITH = (
     ReadWith(
@@ -215,17 +214,11 @@ _READ_WITH = (
     ),
     ReadWith(
         settings=("actor.loss.clip_ratio_low", "actor.loss.clip_ratio_high"),
-        chosen_by={
-            _LOSS: one_of("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", own=True)
-        },
+        chosen_by={_LOSS: _CLIPS},
     ),
     ReadWith(
         settings=("actor.loss.clip_ratio_c",),
-        chosen_by={
-            _LOSS: Bound(
-                has_dual_clip, "vanilla, dppo_tv, dppo_kl, or PATH.py:function with a dual clip"
-            )
-        },
+        chosen_by={_LOSS: Bound(has_dual_clip, "vanilla, dppo_tv, dppo_kl, or PATH.py:function")},
     ),
     ReadWith(
         settings=("actor.loss.tau_pos", "actor.loss.tau_neg"),

@@ -392,9 +392,7 @@ def policy_loss(c: Conversion) -> None:
         low = f"{ACTOR}.clip_ratio_low"
         c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
         c.copy(f"{ACTOR}.clip_ratio_high")
-    c.notes[f"{ACTOR}.clip_ratio"] = (
-        "verl, too, takes clip_ratio_low and clip_ratio_high, which have defaults"
-    )
+    c.notes[f"{ACTOR}.clip_ratio"] = "verl, too, takes clip_ratio_low and clip_ratio_high"
     if loss in ("vanilla", "dppo_tv", "dppo_kl"):
         c.copy(f"{ACTOR}.clip_ratio_c")
     if loss == "sapo":
