@@ -203,7 +203,7 @@ async def test_an_update_takes_little_more_memory_than_a_bucket(
     # Buffers of the libraries come on top whenever a thread works for the first time, always in the first update.
     least_mb = [min(peaks) for peaks in zip(*peaks_mb, strict=True)]
     assert all(peak < 2 * 13 for peak in least_mb), peaks_mb
-    assert max(least_mb) > 4, "it was measured during an update"
+    assert max(peaks_mb[0]) > 4, "it was measured during an update"
 
 
 async def test_ranks_open_the_memory_of_a_gpu(
@@ -286,10 +286,11 @@ async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
         await collect(engine, *REQUESTS)
     with pytest.raises(EngineDiedError, match=r"a rank of the engine died; .*: connect again"):
         await collect(other, *REQUESTS)
-    # The actor's process goes on, with another engine.
+    # The actor goes on, with another engine in a process of its own.
     pid = engine.pid
     engine = await RayEngine.connect(handle)
-    assert engine.pid == pid
+    assert engine.pid != pid
+    assert Path(f"/proc/{pid}").exists()
     await engine.update_weights(iter(new_weights(tied).items()), version=1)
     found = await collect(engine, *REQUESTS)
     assert found.keys() == expected.keys()

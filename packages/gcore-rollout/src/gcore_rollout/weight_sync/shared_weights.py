@@ -235,7 +235,7 @@ class SharedCudaWeights:
             bucket = self._buckets[-1] if self._buckets else None
             if bucket is None or bucket.buffer().device != tensor.device or not bucket.fits(tensor):
                 size_bytes = max(bucket_bytes, tensor.nbytes)
-                bucket = Packing(allocate_shareable(size_bytes, tensor.device, self._pools))
+                bucket = Packing(self._allocate(size_bytes, tensor.device))
                 self._buckets.append(bucket)
             bucket.add(name, tensor.detach())
         for device in self._pools:
@@ -281,6 +281,9 @@ class SharedCudaWeights:
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_cuda:
             raise ValueError(f"weight {name!r} is on {tensor.device}; expected a CUDA device")
+
+    def _allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        return allocate_shareable(size_bytes, device, self._pools)
 
     def _share(
         self, buffer: torch.Tensor
