@@ -381,7 +381,7 @@ def rayjob_command(args: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def job(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """The folder, the output and the exit code of a job that is told in its second step that its time is over."""
+    """The folder, the output and the exit code of a job that gets the signal of its time limit in its second step."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "holding.py").write_text(HOLDING)
     job_id = os.getpid()

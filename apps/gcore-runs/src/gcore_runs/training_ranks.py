@@ -281,11 +281,9 @@ def _enter_rank(config: BaseRunConfig, logs: Path, rank: int) -> None:
     # A rank on Ray has an environment of its own.
     os.environ.update(allocator_variables(config))
     if config.device.startswith("cuda"):
-        import torch
-
         from gcore_runs.loop.cpu_binding import bind_to_gpus
 
-        bind_to_gpus(rank % torch.cuda.device_count())
+        bind_to_gpus(rank)
 
 
 def reads_from_ranks(config: BaseRLConfig) -> bool:

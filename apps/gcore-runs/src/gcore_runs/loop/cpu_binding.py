@@ -11,16 +11,17 @@ from typing import Any
 _logger = logging.getLogger(__name__)
 
 
-def bind_to_gpus(gpu: int | None = None) -> None:
-    """Run this process on the CPUs next to the GPUs that it sees, or to the one of this index; see `find_nearest_cpus`.
+def bind_to_gpus(rank: int | None = None) -> None:
+    """Run this process on the CPUs next to the GPUs that it sees, or to that of this rank; see `find_nearest_cpus`.
 
     What it copies to and from a GPU is then in the memory next to it, where Linux places the pages that a CPU touches.
     """
     import torch
 
     addresses: list[str] = []
-    for index in range(torch.cuda.device_count()):
-        if gpu in (None, index):
+    num_gpus = torch.cuda.device_count()
+    for index in range(num_gpus):
+        if rank is None or rank % num_gpus == index:
             device: Any = torch.cuda.get_device_properties(index)
             address = device.pci_domain_id, device.pci_bus_id, device.pci_device_id
             addresses.append("{:04x}:{:02x}:{:02x}.0".format(*address))

@@ -399,8 +399,9 @@ def allocate_shareable(
     """Return memory that other processes can open, uint8 [size_bytes]; on CUDA it is one of the device's pool."""
     if device.type != "cuda":
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    pool = pools.setdefault(device, torch.cuda.MemPool())
-    with plain_segments(), torch.cuda.use_mem_pool(pool, device):
+    if device not in pools:
+        pools[device] = torch.cuda.MemPool()
+    with plain_segments(), torch.cuda.use_mem_pool(pools[device], device):
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 from zlib import crc32
 
@@ -208,8 +207,7 @@ def _put_direct(weights: Mapping[str, torch.Tensor]) -> _Bucket:
         return _put_bucket(in_host)
     for name, tensor in weights.items():
         packing.add(name, tensor)
-    put: Any = partial(ray.put, _tensor_transport="nixl")
-    reference = put([packing.buffer()])
+    reference = ray.put([packing.buffer()], _tensor_transport="nixl")
     return _Bucket(reference=reference, layout=packing.layout, node=_this_node(), is_direct=True)
 
 

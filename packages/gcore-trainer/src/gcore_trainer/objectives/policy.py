@@ -58,6 +58,16 @@ class PolicyTokens:
         """exp(log_probs - old_log_probs), with its gradient."""
         return torch.exp((self.log_probs - self.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
+    def sequence_means(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return, at each token, the mean over the tokens of its sequence that count, [N]; 0 where none does."""
+        lengths = list(self.lengths)
+        values_N = torch.where(self.mask, values_N, 0.0)
+        means: list[torch.Tensor] = []
+        for part, mask in zip(values_N.split(lengths), self.mask.split(lengths), strict=True):
+            mean = part.sum() / mask.sum().clamp(min=1)
+            means.append(mean.expand(part.numel()))
+        return torch.cat(means)
+
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss of every token, and metrics of every token by name, all [N]: of a metric the mean is reported."""

@@ -236,7 +236,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 "model": str(path),
                 "dtype": dtype,
                 "max_model_len": max_model_len,
-                "max_num_seqs": max_num_seqs or 256,
+                "max_num_seqs": max_num_seqs or options.LEAST_NUM_SEQS,
                 "speculative_config": speculative_config and dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 "skip_tokenizer_init": vision is None,

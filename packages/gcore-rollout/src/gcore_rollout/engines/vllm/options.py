@@ -10,7 +10,7 @@ import torch
 from gcore_rollout.errors import require
 
 _CPU_KV_CACHE_BYTES = 1 << 30
-_LEAST_NUM_SEQS = 256
+LEAST_NUM_SEQS = 256
 _MOST_NUM_SEQS = 1024
 
 
@@ -83,7 +83,7 @@ def fit_num_seqs(args: Any, *, weight_bytes: int, memory_bytes: int) -> int:
         token_bytes *= model.dtype.itemsize
     most = min(_MOST_NUM_SEQS, args.max_num_batched_tokens or _MOST_NUM_SEQS)
     fitting = int(2 * kv_bytes / (token_bytes * model.max_model_len))
-    return min(most, max(_LEAST_NUM_SEQS, fitting))
+    return min(most, max(LEAST_NUM_SEQS, fitting))
 
 
 def usage_context(*, on_cpu: bool) -> Any:

@@ -13,20 +13,15 @@ def geo_mean(tokens: PolicyTokens, config: PolicyLossConfig) -> LossAndMetrics:
     advantage for all tokens of a sequence and ``seq-mean-token-mean`` it is GMPO.
     """
     log_ratio = tokens.log_probs - tokens.old_log_probs
-    clamped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    low = -config.clip_ratio_low
+    high = config.clip_ratio_high
     is_high = tokens.advantages > 0
     is_low = tokens.advantages < 0
-    bounded = torch.where(is_high, torch.minimum(log_ratio, clamped), log_ratio)
-    bounded = torch.where(is_low, torch.maximum(log_ratio, clamped), bounded)
-    bounded = torch.where(tokens.mask, bounded, 0.0)
-    lengths = list(tokens.lengths)
-    means: list[torch.Tensor] = []
-    for part, mask in zip(bounded.split(lengths), tokens.mask.split(lengths), strict=True):
-        mean = part.sum() / mask.sum().clamp(min=1)
-        means.append(mean.expand(part.numel()))
-    is_outside = clamped != log_ratio
+    bounded = torch.where(is_high, log_ratio.clamp(max=high), log_ratio)
+    bounded = torch.where(is_low, log_ratio.clamp(min=low), bounded)
+    is_outside = (log_ratio < low) | (log_ratio > high)
     metrics = {
         "actor/pg_clipfrac": is_outside & is_high,
         "actor/pg_clipfrac_lower": is_outside & is_low,
     }
-    return -tokens.advantages * torch.cat(means).exp(), metrics
+    return -tokens.advantages * tokens.sequence_means(bounded).exp(), metrics

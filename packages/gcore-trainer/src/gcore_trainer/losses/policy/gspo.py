@@ -16,16 +16,9 @@ def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> LossAndMetrics:
     and whose gradient is the token's own: GSPO-token (arXiv 2507.18071, section 4.3); with one advantage for all tokens
     of a sequence and ``seq-mean-token-mean`` it is GSPO.
     """
-    lengths = list(tokens.lengths)
     log_probs = tokens.log_probs
-    log_ratio = torch.where(tokens.mask, (log_probs - tokens.old_log_probs).detach(), 0.0)
-    means: list[torch.Tensor] = []
-    for part, mask in zip(log_ratio.split(lengths), tokens.mask.split(lengths), strict=True):
-        mean = part.sum() / mask.sum().clamp(min=1)
-        means.append(mean.expand(part.numel()))
-    ratio = torch.exp(
-        (torch.cat(means) + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO)
-    )
+    means = tokens.sequence_means((log_probs - tokens.old_log_probs).detach())
+    ratio = torch.exp((means + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO))
     loss, is_clipped = clipped_surrogate(
         ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high
     )
