@@ -284,6 +284,29 @@ def test_weights_that_are_copied_whole() -> None:
         assert_allclose(plan.peaks["sync"], kept + weights + passing)
 
 
+def test_parts_of_the_weights_that_engines_read_from_ranks() -> None:
+    """A rank keeps an eighth of them, and a second one while engines may still read the version before."""
+    job = job_of(QWEN_7B)
+    layout = replace(LAYOUT, data_parallel_size=8)
+    by_store, from_ranks = (
+        plan_device(
+            DeviceSetting(
+                job=job,
+                layout=layout,
+                device=H100,
+                engine=EngineSettings(takes_turns=False, reads_from_ranks=reads_from_ranks),
+                residents=["trainer"],
+            )
+        )
+        for reads_from_ranks in (False, True)
+    )
+    part = 2 * job.policy.num_parameters / 8
+    assert from_ranks.share("weights for engines") == pytest.approx(part)
+    for stage, peak in by_store.peaks.items():
+        count = 2 if stage == "sync" else 1
+        assert from_ranks.peaks[stage] == pytest.approx(peak + count * part)
+
+
 def test_by_turns_the_optimizer_is_on_the_device_for_updates_alone() -> None:
     """Models that score have their weights; the policy's weights are alone next to the engine's."""
     critic = ModelShape.from_config(QWEN_HALF_B)

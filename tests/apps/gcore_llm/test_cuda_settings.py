@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,7 @@ from gcore_llm.sections import JudgeConfig, RewardModelConfig
 from gcore_placement import Device, PlacementError
 from gcore_runs import UserError, resolve
 from gcore_runs.on_ray import holds_asleep
-from gcore_runs.settings.sections import PlacementConfig
-from gcore_runs.training_ranks import reads_from_ranks
+from gcore_runs.settings.sections import PlacementConfig, RayConfig
 
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -155,11 +153,11 @@ def test_engines_of_all_roles_sleep_where_half_of_each_nodes_memory_holds_them(t
 
 
 def test_engines_read_weights_from_gpus_that_ranks_have_for_themselves(tiny: Path) -> None:
-    assert find_spec("nixl") is not None
     apart = config(tiny, device="cuda", runtime="ray", rollout=RolloutConfig(colocated=False))
-    assert reads_from_ranks(apart)
-    assert not reads_from_ranks(replace(apart, rollout=RolloutConfig()))
-    assert not reads_from_ranks(replace(apart, device="cpu"))
+    assert apart.reads_from_ranks
+    assert not replace(apart, rollout=RolloutConfig()).reads_from_ranks
+    assert not replace(apart, device="cpu").reads_from_ranks
+    assert not replace(apart, ray=RayConfig(weight_sync="delta")).reads_from_ranks
 
 
 def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

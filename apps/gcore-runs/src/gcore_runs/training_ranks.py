@@ -220,7 +220,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         checkpoints = checkpoints.absolute()
         put_weights = _put_weights
         if isinstance(config, BaseRLConfig):
-            put_weights = partial(_put_weights, is_direct=reads_from_ranks(config))
+            is_direct = config.reads_from_ranks and find_spec("nixl") is not None
+            put_weights = partial(_put_weights, is_direct=is_direct)
             if config.ray.weight_sync == "delta":
                 put_weights = _put_deltas()
         return TrainerSpec(
@@ -284,15 +285,6 @@ def _enter_rank(config: BaseRunConfig, logs: Path, rank: int) -> None:
         from gcore_runs.loop.cpu_binding import bind_to_gpus
 
         bind_to_gpus(rank)
-
-
-def reads_from_ranks(config: BaseRLConfig) -> bool:
-    """Return whether engines on Ray read new weights from the GPUs of the ranks, by NIXL, where it is installed.
-
-    Not where they have GPUs in turns: each rank keeps its part, of two versions during an update.
-    """
-    has_own_gpus = not config.takes_turns and not config.lends_ranks
-    return has_own_gpus and config.device.startswith("cuda") and find_spec("nixl") is not None
 
 
 def _put_weights(

@@ -74,6 +74,7 @@ def plan_memory(
         max_num_seqs=rollout.planned_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
         copies_weights=_copied_weights(config),
+        reads_from_ranks=config.reads_from_ranks,
         devices_per_engine=rollout.tensor_parallel_size,
         devices_per_judge=reward_model.judge.tensor_parallel_size,
         takes_turns=takes_turns,

@@ -212,6 +212,15 @@ class BaseRLConfig(BaseRunConfig, ABC):
         return self.placement.lend_ranks is not False
 
     @property
+    def reads_from_ranks(self) -> bool:
+        """True if engines read new weights from the GPUs of the ranks, where NIXL is installed.
+
+        Not where they have GPUs in turns, whose memory the engines need: each rank keeps its part of the weights.
+        """
+        has_own_gpus = self._is_on_cluster_gpus and not self.takes_turns and not self.lends_ranks
+        return has_own_gpus and self.ray.weight_sync == "full"
+
+    @property
     def can_take_turns(self) -> bool:
         """False if settings need trainer and engines at the same time."""
         return True

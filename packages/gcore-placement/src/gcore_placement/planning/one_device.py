@@ -65,6 +65,8 @@ class EngineSettings(CheckedQuantities):
     copies_weights: Literal["none", "merged", "all"] = "none"
     """New weights that are whole on the device once more while the engine takes them over: merged, those that adapters
     are merged into, for an engine that takes all at once; all, for one in a process of its own."""
+    reads_from_ranks: bool = False
+    """Engines read new weights from the devices of the training ranks, each of which keeps its part of the latest."""
     takes_turns: bool | None = None
     """Whether the trainer leaves the device while the engines work, and these while the trainer does; None: if not all
     fits side by side."""
@@ -362,7 +364,8 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
     usable = setting.efficiency.usable_bytes(setting.device)
     parts = _training_parts(setting)
     resident = sum(parts[name] for name in STATE + FROZEN)
-    resident_models = sum(setting.further_roles.values())
+    kept = _kept_part(setting)
+    resident_models = sum(setting.further_roles.values()) + kept
     train = sum(parts.values())
     free_bytes = usable - (resident_models if takes_turns else resident_models + train)
     engines, kv_tokens = _divide_memory(setting, free_bytes)
@@ -396,7 +399,8 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
         + parts["gathered"]
         + _scoring_bytes(setting, parts["logits"]),
         "train": resident_models + awake_in_training + train,
-        "sync": resident_models + sync,
+        # Engines may still read the part of the version before.
+        "sync": resident_models + sync + kept,
     }
     roles: dict[str, Mapping[str, float]] = {}
     if "policy engine" in engines:
@@ -405,6 +409,8 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
         roles.update(_split_parts(setting, parts))
     if "judge" in engines:
         roles["judge"] = engines["judge"]
+    if kept:
+        roles["weights for engines"] = {"weights": kept}
     for name, size in setting.further_roles.items():
         roles[name] = {"weights": size}
     return DevicePlan(
@@ -418,6 +424,14 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
         takes_turns=takes_turns,
         longest_sequence=job.longest_sequence,
     )
+
+
+def _kept_part(setting: DeviceSetting) -> float:
+    """Return the bytes of a rank's part of the weights that engines read from its device."""
+    if not setting.engine.reads_from_ranks or "trainer" not in setting.residents:
+        return 0.0
+    job = setting.job
+    return job.compute_bytes * job.policy.num_parameters / setting.layout.num_ranks
 
 
 def _passes_at_once(setting: DeviceSetting, *, takes_turns: bool) -> bool:
