@@ -72,15 +72,15 @@ async def test_process_is_left_as_it_was(tied: TinyModel) -> None:
             random.getstate(),
             torch.get_num_threads(),
             torch.set_num_threads,
-            gc.get_freeze_count(),
             [
                 os.environ.get(name)
                 for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")
             ],
         )
 
-    # vLLM freezes all objects; in a process that has frozen some before, as the tests' does, they stay frozen.
-    gc.unfreeze()
+    # vLLM freezes all objects, and unfreezes them when it ends: what this process has frozen stays so, and no more.
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
     before = state()
     requests = [make_request("r", 5, n=3)]
     first, second = make_engine("vllm", tied), make_engine("vllm", tied)
@@ -92,6 +92,7 @@ async def test_process_is_left_as_it_was(tied: TinyModel) -> None:
     await second.close()
     assert not torch.distributed.is_initialized()
     assert state() == before
+    assert 0.99 * num_frozen < gc.get_freeze_count() <= num_frozen
 
 
 async def test_process_group_of_others_stays(tied: TinyModel, tmp_path: Path) -> None:

@@ -217,7 +217,11 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         process.set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process.keep_process_state(), process.compilation(is_off=on_cpu and is_eager):
+        with (
+            process.keep_process_state(),
+            process.compilation(is_off=on_cpu and is_eager),
+            process.collections(is_off=on_cpu),
+        ):
             try:
                 from vllm import EngineArgs
             except ModuleNotFoundError as error:
@@ -349,9 +353,10 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             memory.close()
         VLLMEngine._num_live -= 1
         is_last = VLLMEngine._num_live == 0
-        process.shut_down(
-            engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group
-        )
+        with process.collections(is_off=self._on_cpu):
+            process.shut_down(
+                engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group
+            )
         if is_last:
             VLLMEngine._made_process_group = False
         del engine
