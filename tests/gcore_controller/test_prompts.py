@@ -3,11 +3,13 @@
 from collections import UserList
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from gcore_controller.context import StageTimer, seconds_by_stage
 from gcore_controller.errors import ControllerError
+from gcore_controller.rlhf.curriculum import Curriculum
 from gcore_controller.rlhf.prompts import PromptLoader
 
 sizes = st.integers(1, 30)
@@ -155,3 +157,42 @@ def test_a_negative_count_is_refused() -> None:
     ):
         loader.load_state({**loader.state(), "cursor": -1})
     assert (loader.cursor, loader.take(0)) == (2, [])
+
+
+@given(seeds, st.integers(1, 5), st.lists(st.booleans(), min_size=3, max_size=20))
+def test_a_curriculum_divides_what_it_takes_among_controllers(
+    seed: int, world_size: int, are_alike: list[bool]
+) -> None:
+    """All controllers pass over the same prompts: mixed ones never, those that score alike once in eight times."""
+    groups = [
+        (row, [0.0, 0.0] if is_alike else [0.0, 1.0]) for row, is_alike in enumerate(are_alike)
+    ]
+    loaders: list[PromptLoader[int]] = []
+    for rank in range(world_size):
+        curriculum = Curriculum(seed)
+        curriculum.record(groups)
+        restored = Curriculum(seed)
+        restored.load_state(curriculum.state())
+        assert restored.scores == curriculum.scores
+        rows = range(len(groups))
+        loaders.append(
+            PromptLoader(rows, seed=seed, rank=rank, world_size=world_size, curriculum=restored)
+        )
+    parts = [loader.take(64) for loader in loaders]
+    assert {loader.cursor for loader in loaders} == {loaders[0].cursor}
+    taken = sorted(index for part in parts for index, _ in part)
+    assert len(set(taken)) == 64
+    assert all(abs(len(part) - 64 / world_size) < 1 for part in parts)
+    for index in set(range(loaders[0].cursor)) - set(taken):
+        assert are_alike[loaders[0].locate(index)]
+
+
+def test_how_often_a_curriculum_takes_prompts() -> None:
+    curriculum = Curriculum(7)
+    curriculum.record([(0, [1.0] * 4), (1, [0.0, 0.0, 0.0, 1.0]), (2, [0.0, 0.0, 1.0, 1.0])])
+    typical = (3**0.5 / 4 + 1 / 2) / 2
+    expected = [1 / 8, 3**0.5 / 4 / typical, 1.0, 1.0]
+    for row, probability in enumerate(expected):
+        assert curriculum.probability(row) == pytest.approx(probability)
+        share = np.mean([curriculum.takes(index, row) for index in range(4000)])
+        assert share == pytest.approx(probability, abs=0.03)

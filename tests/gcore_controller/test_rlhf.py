@@ -103,6 +103,25 @@ def test_the_same_training_with_any_number_of_controllers(world_size: int) -> No
         assert row["training/has_signal"] == 1
 
 
+def test_a_curriculum_passes_over_prompts_whose_takes_were_all_alike() -> None:
+    """Later epochs ask more often for what is neither learned nor out of reach; resumed, they ask for the same."""
+    config = replace(CONFIG, curriculum=True, total_steps=40, train_batch_size=8)
+    alone = run(config, world_size=1)
+    assert run(config, world_size=3).metrics == alone.metrics
+    assert alone.metrics[0]["curriculum/passed_over"] == 0
+    assert alone.metrics[-1]["curriculum/known_prompts"] == 30
+    states = alone.states[19]
+    scores = states[0]["curriculum"]["scores"]
+    assert alone.metrics[19]["curriculum/score"] == pytest.approx(scores[:, 0].mean())
+    assert alone.metrics[19]["curriculum/alike"] == pytest.approx(np.mean(scores[:, 1] == 0))
+    start = RunStart(first_step=20, is_evaluated=True, controllers=states, is_policy_behind=True)
+    resumed = run(config, start, world_size=2, logits=alone.weights[19])
+    assert resumed.metrics == alone.metrics[20:]
+    passed_over = [row["curriculum/passed_over"] for row in alone.metrics]
+    assert sum(passed_over[20:]) > sum(passed_over[:20]) > 0
+    assert "curriculum/score" not in run(CONFIG).metrics[0]
+
+
 def test_a_step_that_takes_no_time() -> None:
     """As a coarse clock has it."""
     assert run(CONFIG, seconds=0.0).metrics == run(CONFIG).metrics

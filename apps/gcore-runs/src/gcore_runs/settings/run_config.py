@@ -186,6 +186,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             test_freq=self.trainer.test_freq,
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
+            curriculum=self.algorithm.curriculum,
             shuffle_seed=self.data.shuffle_seed,
             log_samples=0 if self.is_simulated else self.trainer.log_samples,
         )

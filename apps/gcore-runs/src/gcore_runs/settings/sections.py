@@ -309,13 +309,15 @@ class BaseAlgorithmConfig(Checked, section="algorithm"):
 
     Example:
         >>> merge(BaseAlgorithmConfig(), {"max_num_gen_batches": "8"})
-        BaseAlgorithmConfig(filter_groups=True, max_num_gen_batches=8)
+        BaseAlgorithmConfig(filter_groups=True, max_num_gen_batches=8, curriculum=False)
     """
 
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
     max_num_gen_batches: Count = 4
     """Most waves of sampling a step; then the step trains on what it has."""
+    curriculum: bool = False
+    """Sample prompts less often whose responses all scored alike, or nearly so, when they were last sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context, DeviceWork
+from gcore_controller.rlhf.curriculum import Curriculum
 from gcore_controller.rlhf.events import Round
 from gcore_controller.rlhf.modality import (
     GroupT,
@@ -165,6 +166,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         modality = self.modality
         config = self.config
         self._step = first_step
+        self._curriculum = Curriculum(config.shuffle_seed) if config.curriculum else None
         self._loader = PromptLoader(
             modality.prompts,
             seed=config.shuffle_seed,
@@ -172,6 +174,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             world_size=ctx.world_size,
             num_workers=config.num_workers,
             timer=ctx.timer,
+            curriculum=self._curriculum,
         )
         waves = config.max_num_gen_batches if config.filter_groups else None
         self._tail = None
@@ -196,6 +199,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             self._unfinished = [modality.group_from_state(g) for g in state.get("unfinished", [])]
             if self._tail is not None:
                 self._tail.load_state(state["tail"])
+            if self._curriculum is not None and state.get("curriculum"):
+                self._curriculum.load_state(state["curriculum"])
         self._shared = SharedPrompts(self._loader, ctx.group)
         self._reported: list[Round] = []
         """The waves of the step that were reported."""
@@ -213,6 +218,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         Raises:
             RuntimeError: the engine answered with other weights than those that are trained.
         """
+        ctx = self.ctx
         modality = self.modality
         sampler = self._sampler
         self._step += 1
@@ -229,15 +235,22 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             # The next step has other weights.
             if self._tail is not None:
                 surplus = [group.prompt_index for group in sampler.surplus]
-                self._tail.finish(await _gather_all(self.ctx.group, surplus))
+                self._tail.finish(await _gather_all(ctx.group, surplus))
             else:
                 num_stale += len(sampler.surplus)
             sampler.surplus = []
         metrics = await self._metrics(sampled, num_stale)
-        with self.ctx.timer.stage("prepare"):
+        if self._curriculum is not None:
+            scores = [
+                (self._loader.locate(group.prompt_index), list(map(float, group.scores)))
+                for group in self._wave_groups
+            ]
+            self._curriculum.record(sorted(await _gather_all(ctx.group, scores)))
+            metrics |= self._curriculum.metrics()
+        with ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
             groups = await exchange(
-                sampled.groups, costs, balance=modality.balance, group=self.ctx.group
+                sampled.groups, costs, balance=modality.balance, group=ctx.group
             )
         unfinished = [group.state() for group in self._unfinished]
         state = {
@@ -247,8 +260,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         }
         if self._tail is not None:
             state["tail"] = self._tail.state()
-        if self.ctx.rank == 0:
+        if ctx.rank == 0:
             state |= modality.sampling_state()
+            if self._curriculum is not None:
+                state["curriculum"] = self._curriculum.state()
         filtered: list[GroupT] = []
         if self.config.filter_groups:
             filtered = [g for g in self._wave_groups if not g.has_signal]

@@ -38,6 +38,8 @@ class RLHFConfig:
     """Drop groups without a learning signal and sample other prompts in their place."""
     max_num_gen_batches: int = 1
     """Most waves of sampling per step, with ``filter_groups``."""
+    curriculum: bool = False
+    """Pass over prompts that are too easy or too hard at present; see `Curriculum`."""
     partial_rollout: bool = False
     """Stop sampling when enough groups are complete, and continue the others in the next step."""
     tail_batching: bool = False
@@ -109,6 +111,8 @@ class PromptGroup(Protocol):
         """Oldest weight version that generated any part of it; None: nothing has been generated yet."""
         ...
 
+    @property
+    def scores(self) -> Sequence[float]: ...
     @property
     def has_signal(self) -> bool:
         """True if there is something to learn from the group, because its scores differ."""

@@ -13,6 +13,7 @@ from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import StageTimer
 from gcore_controller.errors import ControllerError
+from gcore_controller.rlhf.curriculum import Curriculum
 
 RowT = TypeVar("RowT")
 
@@ -88,7 +89,8 @@ class PromptLoader(Generic[RowT]):
 
     ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
     of the shuffle; data sets with a method ``locate``, such as a `Mixture`, have an order of their own. The ``timer``
-    times the waits for rows as its stage ``data``.
+    times the waits for rows as its stage ``data``. A ``curriculum`` passes over some prompt indices; then those that
+    are left belong to the controllers in turn, and no row is prefetched.
 
     Example:
         >>> loader = PromptLoader(["a", "b", "c", "d"], seed=0, rank=0, world_size=2)
@@ -107,6 +109,7 @@ class PromptLoader(Generic[RowT]):
     world_size: int = 1
     num_workers: int = 0
     timer: StageTimer = field(default_factory=StageTimer)
+    curriculum: Curriculum | None = None
     cursor: int = field(default=0, init=False)
     """The first prompt index of the next `take` over all controllers."""
 
@@ -131,12 +134,16 @@ class PromptLoader(Generic[RowT]):
 
     def _read(self, prompt_index: int) -> RowT:
         """Return the row that a prompt index stands for."""
+        return self.rows[self.locate(prompt_index)]
+
+    def locate(self, prompt_index: int) -> int:
+        """Return the number of the row that a prompt index stands for."""
         if prompt_index < 0:
             raise ValueError(f"prompt_index is {prompt_index}; expected 0 or more")
         locate = getattr(self.rows, "locate", None)
         if locate is not None:
-            return self.rows[locate(prompt_index, self.seed)]
-        return self.rows[shuffle_index(prompt_index, len(self.rows), seed=self.seed)]
+            return locate(prompt_index, self.seed)
+        return shuffle_index(prompt_index, len(self.rows), seed=self.seed)
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
         """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
@@ -146,6 +153,8 @@ class PromptLoader(Generic[RowT]):
         """
         if count < 0:
             raise ValueError(f"count is {count}; expected 0 or more")
+        if self.curriculum is not None:
+            return self._take_chosen(self.curriculum, count)
         first = _first_index(self.cursor, self.rank, self.world_size)
         self.cursor += count
         with self.timer.stage("data"):
@@ -153,6 +162,14 @@ class PromptLoader(Generic[RowT]):
                 (index, next(self._iterator))
                 for index in range(first, self.cursor, self.world_size)
             ]
+
+    def _take_chosen(self, curriculum: Curriculum, count: int) -> list[tuple[int, RowT]]:
+        indices: list[int] = []
+        while len(indices) < count:
+            if curriculum.takes(self.cursor, self.locate(self.cursor)):
+                indices.append(self.cursor)
+            self.cursor += 1
+        return [(index, self.row(index)) for index in indices[self.rank :: self.world_size]]
 
     def row(self, prompt_index: int) -> RowT:
         """Return the row that a prompt index stands for."""

@@ -388,9 +388,11 @@ class _RewardFailures:
 
 
 def _reshard(states: Sequence[State], rank: int, world_size: int) -> State:
-    """Return one controller's state from the states of another number of controllers; each group has one owner."""
+    """Return one controller's state from the states of any number of controllers; each group has one owner."""
+    # The first controller has kept it for all.
+    curriculum = states[0].get("curriculum")
     if len(states) == world_size:
-        return states[rank]
+        return {**states[rank], "curriculum": curriculum}
 
     def take_share(groups: Iterable[State]) -> list[State]:
         return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
