@@ -144,9 +144,11 @@ from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
-    PairwiseJudge as PairwiseJudge,
     Reduce as Reduce,
     make_score_parser as make_score_parser,
+)
+from .rewards.kinds.pairwise import (
+    PairwiseJudge as PairwiseJudge,
     make_winner_parser as make_winner_parser,
 )
 from .rewards.kinds.sequence_classifier import (

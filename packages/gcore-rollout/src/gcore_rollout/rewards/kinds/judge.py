@@ -1,4 +1,4 @@
-"""Scores of completions and of images by a language model, and its comparisons of the completions of a prompt."""
+"""Scores of completions and of images by a language model."""
 
 import hashlib
 import itertools
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
 from gcore_rollout.errors import NoScoreError, RewardConfigError, require
 from gcore_rollout.images.reward import Images, Rows, png
-from gcore_rollout.rewards.reward import Scored, column
+from gcore_rollout.rewards.kinds.rubric import CRITERION_QUESTION, read_rubric, score_rubric
+from gcore_rollout.rewards.reward import Scored, column, locate_errors
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
@@ -24,14 +25,7 @@ T = TypeVar("T")
 Reduce = Literal["mean", "median", "majority"]
 """How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
 
-Winner = Literal["A", "B", "tie"]
-
-_WINNERS: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
-_POINTS: dict[Winner | None, float | None] = {"A": 1.0, "B": 0.0, "tie": 0.5, None: None}
-"""Points of the completion shown first."""
-
 _SCORE_PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
-_WINNER_PATTERN = r"winner:\s*\W{0,2}(A|B|tie)\b"
 
 _QUESTION = """Here are a request and an answer to it.
 
@@ -42,19 +36,6 @@ Answer:
 {completion}
 
 How good is the answer? Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
-"""
-_PAIR_QUESTION = """Here are a request and two answers to it.
-
-Request:
-{prompt}
-
-Answer A:
-{completion_a}
-
-Answer B:
-{completion_b}
-
-Which answer is better? Think about it briefly, then end with "Winner: A", "Winner: B" or "Winner: tie".
 """
 _IMAGE_QUESTION = """How well does the image show this: {prompt}
 
@@ -147,7 +128,7 @@ class JudgeModel:
         )
 
 
-def _check_pattern(pattern: str, content: str) -> None:
+def check_pattern(pattern: str, content: str) -> None:
     """Raise `RewardConfigError` unless a regular expression has a group, of this content."""
     try:
         groups = re.compile(pattern).groups
@@ -156,7 +137,7 @@ def _check_pattern(pattern: str, content: str) -> None:
     require("pattern", pattern, groups >= 1, f"a group around {content}")
 
 
-def _read_last_match(pattern: str, text: str, *, flags: int = 0) -> str:
+def read_last_match(pattern: str, text: str, *, flags: int = 0) -> str:
     """Return the first group of the last match in a text; empty: there is no match, or the group took no part."""
     group: str | None = None
     for match in re.finditer(pattern, text, flags=flags):
@@ -182,7 +163,7 @@ def make_score_parser(
         0.75
     """
     pattern = pattern or _SCORE_PATTERN
-    _check_pattern(pattern, "the number")
+    check_pattern(pattern, "the number")
     if not -math.inf < low < high < math.inf:
         raise RewardConfigError(
             f"low and high are {low} and {high}; expected finite numbers, low below high"
@@ -190,7 +171,7 @@ def make_score_parser(
 
     def parse_score(text: str) -> float | None:
         try:
-            number = float(_read_last_match(pattern, text))
+            number = float(read_last_match(pattern, text))
         except ValueError:
             return None
         if low <= number <= high:
@@ -260,12 +241,8 @@ class _ScoreJudge(Judge[float]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            "reduce",
-            self.reduce,
-            self.reduce in get_args(Reduce),
-            f"one of {', '.join(get_args(Reduce))}",
-        )
+        accepted = get_args(Reduce)
+        require("reduce", self.reduce, self.reduce in accepted, f"one of {', '.join(accepted)}")
 
     def _reduce(self, scores: Sequence[float]) -> float:
         """Reduce one or more scores to one."""
@@ -287,6 +264,13 @@ class JudgeReward(_ScoreJudge):
     text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could be read, and
     ``spread``, the largest score less the smallest.
 
+    With a rubric (`rubric_key`), each of a row's criteria is a question of its own, whose template has ``{criterion}``,
+    and the score is the weighted share of the criteria that are met; see `score_rubric`. Parts are ``parsed`` and, for
+    each criterion, ``criterion/NAME``. Its feedback has the verdict on each.
+
+    A judge that writes principles of its own before it judges by them (DeepSeek-GRM, arXiv 2504.02495) is one whose
+    template asks for them; the mean of several verdicts is the paper's vote.
+
     Example:
         >>> import asyncio
         >>> class Model:  # in place of a JudgeModel
@@ -302,9 +286,18 @@ class JudgeReward(_ScoreJudge):
 
     on_unparsable: Literal["drop"] | float = "drop"
     """ "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their score."""
+    rubric_key: str = ""
+    """Column of the row with a rubric, a list of mappings with ``description``, ``weight`` (below 0 for a fault), and
+    optionally ``name``, after which the criterion's part is called; without it, it is called after its place, from 1.
+    Empty: the answer is scored as a whole."""
 
     def __post_init__(self) -> None:
+        if self.rubric_key:
+            self.template = self.template or CRITERION_QUESTION
         super().__post_init__()
+        if self.rubric_key:
+            has_criterion = "criterion" in self._fields
+            require("template", self.template, has_criterion, "{criterion} in it")
         unparsable = self.on_unparsable
         is_accepted = (
             unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
@@ -313,9 +306,28 @@ class JudgeReward(_ScoreJudge):
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
-        [verdicts] = await self.ask(
-            [self._fill_template(row, prompt=prompt, completion=completion)]
-        )
+        texts = {"prompt": prompt, "completion": completion}
+        if not self.rubric_key:
+            [verdicts] = await self.ask([self._fill_template(row, **texts)])
+            return self._score_verdicts(verdicts)
+        rubric = read_rubric(row, self.rubric_key)
+        questions: list[str] = []
+        for criterion in rubric:
+            texts["criterion"] = criterion["description"]
+            questions.append(self._fill_template(row, **texts))
+        scores: list[Scored] = []
+        for number, verdicts in enumerate(await self.ask(questions), 1):
+            with locate_errors(f"criterion {number}"):
+                scores.append(self._score_verdicts(verdicts))
+        return score_rubric(rubric, scores)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` for a row without the rubric that its score is made of."""
+        if self.rubric_key:
+            read_rubric(row, self.rubric_key)
+
+    def _score_verdicts(self, verdicts: Sequence[tuple[float | None, str]]) -> Scored:
+        """Reduce the verdicts on one question, which are scores with their texts, to one score."""
         scores: list[float] = []
         texts: list[str] = []
         num_parsed = 0
@@ -385,118 +397,3 @@ class ImageJudgeReward(_ScoreJudge):
             scores = [self.unparsable_score if score is None else score for score, _ in verdicts]
             reduced.append(self._reduce(scores))
         return reduced
-
-
-def make_winner_parser(pattern: str = "") -> Callable[[str], Winner | None]:
-    """Return a function that reads ``Winner: A``, ``B`` or ``tie``: the last match in a verdict.
-
-    Brackets and case do not matter. A match whose first group is something else is no verdict. ``pattern`` is a regular
-    expression whose first group is the winner; empty: ``Winner: A``. `RewardConfigError` if it has no group.
-
-    Example:
-        >>> parse = make_winner_parser()
-        >>> parse("A is longer, but B is right. Winner: **b**")
-        'B'
-        >>> parse("Both are good.") is None
-        True
-    """
-    pattern = pattern or _WINNER_PATTERN
-    _check_pattern(pattern, "the winner")
-
-    def parse_winner(text: str) -> Winner | None:
-        winner = _read_last_match(pattern, text, flags=re.IGNORECASE)
-        return _WINNERS.get(winner.lower())
-
-    return parse_winner
-
-
-@dataclass(kw_only=True, eq=False)
-class PairwiseJudge(Judge[Winner]):
-    """Scores each completion of a group with the fraction of its comparisons that it wins; a tie is half a win.
-
-    Every two completions are compared in both orders, so that a judge's preference for the first place cancels out
-    (arXiv 2306.05685, sec. 3.3 and 3.4): N completions take N (N - 1) questions. A `GroupRewardFunction`. With several
-    verdicts on each question all of them count. The template has ``{completion_a}``, ``{completion_b}`` and
-    ``{prompt}``; empty: which of the two answers is better.
-
-    Parts: ``parsed``, the fraction of the completion's verdicts that could be read, and ``consistent``, the fraction of
-    its opponents on whom both orders agree (absent if no two verdicts could be compared).
-
-    Example:
-        >>> import asyncio
-        >>> class Model:  # in place of a JudgeModel; the shorter answer wins
-        ...     async def ask(self, questions, images=None):
-        ...         pairs = [question.split("|") for question in questions]
-        ...         return [["Winner: A" if len(a) < len(b) else "Winner: B"] for a, b in pairs]
-        >>> judge = PairwiseJudge(model=Model(), template="{completion_a}|{completion_b}")
-        >>> scored = asyncio.run(judge("Say hello.", ["Hi", "Hello", "Good morning"], {}))
-        >>> [completion.score for completion in scored]
-        [1.0, 0.5, 0.0]
-    """
-
-    question: ClassVar = _PAIR_QUESTION
-    needed: ClassVar = ("completion_a", "completion_b")
-
-    parse: Callable[[str], Winner | None] = field(default_factory=make_winner_parser)
-    on_unparsable: Literal["drop", "tie"] = "drop"
-    """ "drop" leaves such verdicts out, and the group has no scores if one of its completions has none left; "tie"
-    counts them as ties."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            "on_unparsable",
-            self.on_unparsable,
-            self.on_unparsable in ("drop", "tie"),
-            "one of drop, tie",
-        )
-
-    async def __call__(
-        self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
-    ) -> list[Scored]:
-        """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
-
-        `NoScoreError` for fewer than two completions, or one that has no verdict that could be parsed.
-        """
-        if len(completions) < 2:
-            raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
-        orders = list(itertools.permutations(range(len(completions)), 2))
-        questions: list[str] = []
-        for a, b in orders:
-            texts = {"completion_a": completions[a], "completion_b": completions[b]}
-            questions.append(self._fill_template(row, prompt=prompt, **texts))
-        points: dict[tuple[int, int], list[float | None]] = {}
-        for order, verdicts in zip(orders, await self.ask(questions), strict=True):
-            points[order] = [_POINTS[winner or None] for winner, _ in verdicts]
-        return [
-            self._score_completion(i, points, len(completions)) for i in range(len(completions))
-        ]
-
-    def _score_completion(
-        self, index: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int
-    ) -> Scored:
-        """Score a completion by the points of the first in each verdict."""
-        verdicts: list[float | None] = []
-        num_comparable = 0
-        num_equal = 0
-        for opponent in range(num_completions):
-            if opponent == index:
-                continue
-            first = points[index, opponent]
-            second = [None if p is None else 1.0 - p for p in points[opponent, index]]
-            verdicts += first + second
-            for a, b in zip(first, second, strict=True):
-                if a is not None and b is not None:
-                    num_comparable += 1
-                    num_equal += a == b
-        counted = [p for p in verdicts if p is not None]
-        parts = {"parsed": len(counted) / len(verdicts)}
-        if num_comparable:
-            parts["consistent"] = num_equal / num_comparable
-        if self.on_unparsable == "tie":
-            counted = [0.5 if p is None else p for p in verdicts]
-        if not counted:
-            raise NoScoreError(
-                f"none of {len(verdicts)} verdicts on completion {index} could be parsed"
-            )
-        return Scored(score=sum(counted) / len(counted), parts=parts)
