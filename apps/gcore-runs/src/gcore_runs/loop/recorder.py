@@ -284,21 +284,30 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
 JobT = TypeVar("JobT", bound=RunJob[Any])
 
 
+_freezing = threading.Lock()
+"""Held inside `frozen_objects`: to count frozen objects takes as long as to walk through them."""
+
+
 @contextmanager
 def frozen_objects() -> Generator[None]:
     """Leave what is there now, such as imported modules, out of the garbage collections inside the block.
 
-    In a process that has frozen objects before, as a fork server does, or as another controller here, it does nothing.
+    It does nothing inside another such block, as of another controller here, and in a process that has frozen objects
+    before, as a fork server does.
     """
-    if gc.get_freeze_count():
+    if not _freezing.acquire(blocking=False):
         yield
         return
-    gc.collect()
-    gc.freeze()
+    was_frozen = gc.get_freeze_count() > 0
     try:
+        if not was_frozen:
+            gc.collect()
+            gc.freeze()
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
+        _freezing.release()
 
 
 @contextmanager

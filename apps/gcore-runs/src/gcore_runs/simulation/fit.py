@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gcore_placement import SampledLengths
 from gcore_runs.errors import UserError
+from gcore_runs.loop.recorder import frozen_objects
 from gcore_runs.run_folder import read_jsonl
 from gcore_runs.simulation.cluster import Simulation
 from gcore_runs.simulation.config import (
@@ -252,6 +253,7 @@ class CostFit:
     """Standard error of each parameter, but for those that no step depends on: these keep their values."""
 
 
+@frozen_objects()
 def fit(
     runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance: Callable[[], None]
 ) -> CostFit:
