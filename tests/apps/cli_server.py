@@ -29,6 +29,7 @@ HEAVY = {
         "gcore_rollout.engines.hf.engine",
         "gcore_runs.loop.supervisor",
         "gcore_trainer.trainer",
+        "openai",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
     ),

@@ -99,6 +99,9 @@ _ENVIRONMENT = {
     "DIFFUSERS_VERBOSITY": "error",
     "TQDM_DISABLE": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # No certificates: an SDK's client, which each session of an agent makes, reads all of them, for 20 ms.
+    "SSL_CERT_FILE": "",
+    "SSL_CERT_DIR": os.devnull,
 }
 
 

@@ -263,11 +263,9 @@ def test_a_command_finds_its_model_in_its_environment(cli: Cli, agent_args: list
         "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
         "urllib.request.urlopen(urllib.request.Request(url, json.dumps(reward).encode(), headers))\n"
     )
-    args = option_set(
-        option_set(agent_args, "--trainer.total-training-steps", "1"), "--rollout.n", "2"
-    )
-    args = option_set(args, "--data.train-batch-size", "2")
-    cli.ok(*args, "--rollout.agent.run", f"command: python {script}")
+    args = option_set(agent_args, "--trainer.total-training-steps", "1")
+    args = option_set(option_set(args, "--rollout.n", "2"), "--data.train-batch-size", "1")
+    cli.ok(*args, "--data.val-size", "0", "--rollout.agent.run", f"command: python {script}")
     [row] = step_rows(cli.cwd / "runs/default")
     assert row["critic/score/mean"] > 0
 
@@ -292,10 +290,11 @@ def test_an_agent_that_fails(cli: Cli, agent_args: list[str], agent: str, expect
     assert finished.code == 2
     assert expected in " ".join(finished.err.split())
     if agent == "unscored":
+        args = [*option_set(args, "--trainer.total-training-steps", "1"), "--data.val-size", "0"]
         finished = cli(*args, "--reward-calls.max-failed-share", "1", "--name", "dropped")
         assert finished.code == 3
-        for row in step_rows(cli.cwd / "runs/dropped"):
-            assert row["sampling/dropped_groups"] > 0
+        [row] = step_rows(cli.cwd / "runs/dropped")
+        assert row["sampling/dropped_groups"] > 0
 
 
 def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: list[str]) -> None:
@@ -303,8 +302,12 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
 
     But for rounding: an engine's log-probs depend in their last bits on the turns that it happens to compute together.
     """
-    cli.ok(*use(agent_args, "in_a_thread"), "--name", "whole")
     args = [*use(agent_args, "killed_once"), "--name", "killed"]
+    started = cli.cwd / "started.txt"
+    started.write_text("." * 100)
+    cli.ok(*args, "--name", "whole")
+    num_whole = len(started.read_text()) - 100
+    started.unlink()
     assert cli(*args).code == -signal.SIGKILL
     folder = cli.cwd / "runs/killed/sessions"
     num_finished = 0
@@ -315,17 +318,13 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
     # Those that were at work when it was killed are not finished.
     assert 0 < num_finished < 30
     cli.ok(*args)
-    num_started = len((cli.cwd / "started.txt").read_text())
+    assert len(started.read_text()) == num_whole + 30 - num_finished
     names = ("critic/score/mean", "response_length/mean", "actor/grad_norm", "reward/turns/mean")
     rows = step_rows(cli.cwd / "runs/killed")
     expected = step_rows(cli.cwd / "runs/whole")
     for row, whole in zip(rows, expected, strict=True):
         for name in names:
             assert row[name] == pytest.approx(whole[name], rel=1e-5), name
-    (cli.cwd / "started.txt").write_text("x" * 100)
-    cli.ok(*use(agent_args, "killed_once"), "--name", "again")
-    num_whole = len((cli.cwd / "started.txt").read_text()) - 100
-    assert num_started == num_whole + 30 - num_finished
 
 
 @pytest.mark.parametrize(
