@@ -127,13 +127,49 @@ def test_groups_without_a_verdict_are_not_trained_on(
         assert row["critic/score/mean"] == pytest.approx(row["reward/model/mean"])
 
 
+RUBRIC = [
+    {"name": "digits", "description": "has a digit", "weight": 3},
+    {"title": "Signs", "description": "has a sign", "weight": 1},
+]
+
+
+def rubric_options(cli: Cli, own_args: list[str], tiny: Path, rubrics: list[Any]) -> list[str]:
+    """A run on rows with these rubrics, whose questions are short enough for the tiny judge."""
+    rows = [{"prompt": f"{i}+1=", "rubric": rubric} for i, rubric in enumerate(rubrics)]
+    data = write_rows(cli.cwd / "rubrics.jsonl", rows)
+    (cli.cwd / "question.txt").write_text("{completion} {criterion} ")
+    args = option_set(option_set(own_args, "--data.train-files", str(data)), "--reward", "")
+    judge = {"path": tiny, "judge.template": "question.txt", "judge.method": "rubric"}
+    return [*args, *JUDGE, *(f"--reward-model.{name}={value}" for name, value in judge.items())]
+
+
+def test_rubrics_in_rows(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    options = rubric_options(cli, own_args, tiny, [RUBRIC] * 20)
+    for row in rows_of(cli, options, "--reward-model.judge.unparsable-score", "0.25"):
+        parts = [row[f"reward/model/criterion/{name}/mean"] for name in ("digits", "2")]
+        assert parts[0] != parts[1]
+        assert row["critic/score/mean"] == pytest.approx(np.dot(parts, [0.75, 0.25]), abs=1e-5)
+        assert 0 < row["reward/model/parsed/mean"] < 1
+        assert row["actor/grad_norm"] > 0
+
+
+def test_a_bad_rubric_is_found_before_the_run_starts(
+    cli: Cli, own_args: list[str], tiny: Path
+) -> None:
+    rubrics = [RUBRIC, RUBRIC, [RUBRIC[0], {"description": "has a sign", "weight": "low"}]]
+    refused = " ".join(cli.refused(*rubric_options(cli, own_args, tiny, rubrics)).split())
+    expected = "rubrics.jsonl: prompt of row 3: part 'model': weight of criterion 2 of the row's 'rubric' is 'low'"
+    assert f"{expected}; expected a finite number" in refused
+    assert not (cli.cwd / "runs").exists()
+
+
 # As for a score, a random model's last a or b is its verdict; most have none, and are ties.
 PAIRWISE = [
     *(
         "--reward-model.kind",
         "judge",
-        "--reward-model.judge.pairwise",
-        "True",
+        "--reward-model.judge.method",
+        "all_pairs",
         "--reward-model.judge.pattern",
         "([ab])",
     ),
@@ -146,15 +182,15 @@ PAIRWISE = [
 ]
 
 
-@pytest.mark.parametrize("has_function", [True, False])
+@pytest.mark.parametrize(("method", "has_function"), [("all_pairs", True), ("swiss", False)])
 def test_a_judge_that_compares(
-    cli: Cli, own_args: list[str], tiny: Path, has_function: bool
+    cli: Cli, own_args: list[str], tiny: Path, method: str, has_function: bool
 ) -> None:
     """Each group's shares of wins have the mean of a tie; groups of ties alone have nothing to learn from."""
     args = own_args if has_function else option_set(own_args, "--reward", "")
     (cli.cwd / "question.txt").write_text("{answer}: {prompt}{completion_a}, or {completion_b}?")
     options = [
-        *PAIRWISE,
+        *option_set(PAIRWISE, "--reward-model.judge.method", method),
         "--reward-model.path",
         str(tiny),
         "--reward-model.judge.template",
@@ -406,11 +442,19 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
-            "reward_model.judge.pairwise is true; expected false with several turns, because one",
+            "reward_model.judge.method is 'all_pairs'; expected score or rubric with several turns, because one",
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
-            "reward_model.judge.pairwise is true; expected false with algorithm.adv_estimator 'remax', whose greedy",
+            "reward_model.judge.method is 'all_pairs'; expected score or rubric with algorithm.adv_estimator 'remax',",
+        ),
+        (
+            ["--reward-model.judge.pairwise", "True"],
+            "did you mean --reward-model.judge.method?",
+        ),
+        (
+            ["--reward-model.judges.a.path", "x", "--reward-model.judges.a.method", "swiss"],
+            "reward_model.judges.NAME.method is 'swiss'; expected score or rubric: reward_model.judge alone",
         ),
         (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0; expected more than 0"),
     ],

@@ -357,7 +357,7 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
 
 
 def test_choices_that_several_settings_made_are_one() -> None:
-    judge = {"low": 1.0, "high": 5.0, "server_python": "py"}
+    judge = {"low": 1.0, "high": 5.0, "server_python": "py", "pairwise": False}
     earlier: dict[str, Any] = {
         "reward_calls": {
             "in_threads": False,
@@ -366,7 +366,7 @@ def test_choices_that_several_settings_made_are_one() -> None:
             "max_failed_share": 0.5,
         },
         "reward_model": {
-            "judge": {"low": 0.0, "high": 9.0, "server_python": ""},
+            "judge": {"low": 0.0, "high": 9.0, "server_python": "", "pairwise": True},
             "judges": {"style": judge},
         },
         "actor": {
@@ -384,7 +384,7 @@ def test_choices_that_several_settings_made_are_one() -> None:
     assert translate_removed(earlier) == {
         "reward_calls": {"run_in": "process", "max_failed_share": 0.0},
         "reward_model": {
-            "judge": {"score_range": [0.0, 9.0]},
+            "judge": {"score_range": [0.0, 9.0], "method": "all_pairs"},
             "judges": {
                 "style": {"score_range": [1.0, 5.0], "engine_options": {"server_python": "py"}}
             },

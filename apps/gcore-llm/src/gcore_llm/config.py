@@ -372,8 +372,8 @@ class TrainConfig(BaseRLConfig):
         if rollout.partial_rollout:
             reason = "whose greedy responses are of the present weights"
             conflicts["rollout.partial_rollout"] = {greedy: reason}
-        if self.reward_model.is_pairwise:
-            conflicts["reward_model.judge.pairwise"] = {
+        if self.reward_model.compares:
+            conflicts["reward_model.judge.method"] = {
                 several_turns: "because one response to one prompt is compared",
                 greedy: "whose greedy response is in no group",
             }
@@ -390,9 +390,10 @@ class TrainConfig(BaseRLConfig):
         for name, reasons in conflicts.items():
             # A condition that does not hold is empty.
             for condition, reason in reasons.items():
-                self.require(name, not condition, f"false with {condition}, {reason}")
+                accepted = "score or rubric" if name.endswith("method") else "false"
+                self.require(name, not condition, f"{accepted} with {condition}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
-            rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
+            rollout.val_kwargs.check(self.data.val_files, compares=self.reward_model.compares)
         self.distillation.check_with(
             algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated
         )
@@ -512,8 +513,8 @@ class TrainConfig(BaseRLConfig):
             ),
             "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
             "algorithm.filter_groups False": 2 * algorithm.filter_groups,
-            "with reward_model.judge.pairwise, which compares the responses of a group": 2
-            * self.reward_model.is_pairwise,
+            f"with reward_model.judge.method {self.reward_model.judge.method!r}, which compares the responses of a "
+            "group": 2 * self.reward_model.compares,
         }
         for reason, fewest in needed_by.items():
             self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")

@@ -1,6 +1,6 @@
 """The prompts of a run, tokenized, filtered and split."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -151,25 +151,25 @@ def takes_special_tokens(text: str, tokenizer: Any) -> bool:
     return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
-def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
+def make_prompts(problems: Sequence[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
     """Render and tokenize prompts; text rendered by a chat template has only the template's special tokens."""
-    rows: list[Mapping[str, Any]] = []
     texts: list[str] = []
     indices: dict[bool, list[int]] = {False: [], True: []}
     for i, problem in enumerate(problems):
         text = render(problem.value, tokenizer, data, problem.where)
         is_plain = uses_plain_text(problem.value, tokenizer, data)
         indices[is_plain and takes_special_tokens(text, tokenizer)].append(i)
-        rows.append(problem.row)
         texts.append(text)
     token_ids: dict[int, list[int]] = {}
     for add_special_tokens, batch in indices.items():
         if batch:
             encoded = tokenizer([texts[i] for i in batch], add_special_tokens=add_special_tokens)
             token_ids |= zip(batch, encoded["input_ids"], strict=True)
-    return [
-        Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=row) for i, row in enumerate(rows)
-    ]
+    prompts: list[Prompt] = []
+    for i, problem in enumerate(problems):
+        ids = tuple(token_ids[i])
+        prompts.append(Prompt(text=texts[i], token_ids=ids, row=problem.row, where=problem.where))
+    return prompts
 
 
 def load_files(

@@ -300,9 +300,8 @@ class TextRewards:
                 try:
                     runner.check_row(prompt.row)
                 except RewardError as error:
-                    raise UserError(
-                        f"the row of the {name} {prompt.text[-200:]!r}: {error}"
-                    ) from None
+                    where = prompt.where or f"the row of the {name} {prompt.text[-200:]!r}"
+                    raise UserError(f"{where}: {error}") from None
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
@@ -404,17 +403,21 @@ async def _start_judge(
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
     settings = judge.settings
     path = model_folder(judge.path, setting=judge.path_setting)
-    if settings.pairwise:
-        parse = make_winner_parser(settings.pattern)
-        on_unparsable = "drop" if settings.unparsable_score is None else "tie"
-        make = partial(PairwiseJudge, parse=parse, on_unparsable=on_unparsable)
-    else:
-        on_unparsable = "drop" if settings.unparsable_score is None else settings.unparsable_score
+    drops = settings.unparsable_score is None
+    if settings.method == "score" or settings.method == "rubric":
         make = partial(
             JudgeReward,
             parse=settings.scores(),
             reduce=settings.reduce,
-            on_unparsable=on_unparsable,
+            on_unparsable="drop" if drops else settings.unparsable_score,
+            rubric_key="rubric" if settings.method == "rubric" else "",
+        )
+    else:
+        make = partial(
+            PairwiseJudge,
+            parse=make_winner_parser(settings.pattern),
+            on_unparsable="drop" if drops else "tie",
+            scheme=settings.method,
         )
     template = settings.question()
     check_model(path, setting=judge.path_setting, may_be_quantized=True)

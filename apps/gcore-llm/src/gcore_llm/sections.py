@@ -376,32 +376,41 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
         0.75
     """
 
-    pairwise: bool = False
-    """Compare every two responses of a group in both orders: the share of wins is the score, and a tie is half a win.
-    A group is compared when all its responses are there, in the step in which the last one is finished, and before
-    groups whose scores are alike are dropped; on held-out prompts, the greedy response and the sampled one are
+    method: Literal["score", "rubric", "all_pairs", "knockout", "swiss"] = "score"
+    """score: a verdict on each response; rubric: on each criterion in the row's column rubric, and the weighted share
+    of those that are met. The others compare responses of a group with each other, in both orders: every two
+    (all_pairs), or those that meet in a knock-out or Swiss tournament. The share of wins is the score, and a tie is
+    half a win. A group is compared when all its responses are there, in the step in which the last one is finished, and
+    before groups whose scores are alike are dropped; on held-out prompts, the greedy response and the sampled one are
     compared. reward_calls.timeout_s is for all comparisons of a group."""
     template: str = ""
-    """File with the question: a text with {completion}, or with {completion_a} and {completion_b} if pairwise, and
-    optionally {prompt} and columns of the row in braces; empty: how good the answer is, from 0 to 10, or which of the
-    two is better."""
+    """File with the question: a text with {completion}, of a rubric also with {criterion}, or of a comparison with
+    {completion_a} and {completion_b}, and optionally {prompt} and columns of the row in braces; empty: how good the
+    answer is, from 0 to 10, how far it meets the criterion, or which of the two is better."""
     pattern: str = ""
-    """Regular expression whose first group is the score, or A, B or tie if pairwise; its last match in a verdict
+    """Regular expression whose first group is the score, or A, B or tie of a comparison; its last match in a verdict
     counts. Empty: "Score: 7", or "Winner: A"."""
     unparsable_score: float | None = None
-    """Score of a verdict that cannot be read; unset: it is left out, and a response without any verdict takes its
-    group out of training. If pairwise 0.5, a tie, or unset."""
+    """Score of a verdict that cannot be read; unset: it is left out, and a response without any verdict, or with a
+    criterion without any, takes its group out of training. Of a comparison 0.5, a tie, or unset."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        prefix = self.section
-        is_tie = not self.pairwise or self.unparsable_score in (None, 0.5)
-        self.require("unparsable_score", is_tie, f"0.5, a tie, or none with {prefix}.pairwise")
-        if self.pairwise and (self.reduce, self.score_range) != ("mean", (0.0, 10.0)):
+        if not self.compares:
+            return
+        method = f"{self.section}.method {self.method!r}"
+        is_tie = self.unparsable_score in (None, 0.5)
+        self.require("unparsable_score", is_tie, f"0.5, a tie, or none with {method}")
+        if (self.reduce, self.score_range) != ("mean", (0.0, 10.0)):
             raise UserError(
-                f"{prefix}.reduce and score_range are {self.reduce!r} and {self.score_range}; expected their defaults "
-                f"with {prefix}.pairwise: they are of scores, comparisons have winners"
+                f"{self.section}.reduce and score_range are {self.reduce!r} and {self.score_range}; expected their "
+                f"defaults with {method}: they are of scores, comparisons have winners"
             )
+
+    @property
+    def compares(self) -> bool:
+        """Whether responses of a group are compared with each other."""
+        return self.method not in ("score", "rubric")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,9 +425,8 @@ class FurtherJudgeConfig(JudgeConfig, section="reward_model.judges.NAME"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("path", self.path, "the folder of the judge's model")
-        self.require(
-            "pairwise", not self.pairwise, "false: reward_model.judge alone compares responses"
-        )
+        expected = "score or rubric: reward_model.judge alone compares responses"
+        self.require("method", not self.compares, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,8 +520,8 @@ class RewardModelConfig(Checked, section="reward_model"):
         return self.kind == "judge"
 
     @property
-    def is_pairwise(self) -> bool:
-        return self.is_judge and self.judge.pairwise
+    def compares(self) -> bool:
+        return self.is_judge and self.judge.compares
 
 
 @dataclass(frozen=True, kw_only=True)

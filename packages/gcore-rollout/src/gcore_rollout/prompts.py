@@ -1,7 +1,7 @@
 """Prompts, and their images, which are read whenever they are needed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,3 +96,5 @@ class Prompt:
     row: Mapping[str, Any]
     """Every column of the data set, for the reward."""
     images: PromptImages | None = None
+    where: str = field(default="", compare=False)
+    """Its place in a data set, for errors, such as ``train.jsonl: prompt of row 3``."""

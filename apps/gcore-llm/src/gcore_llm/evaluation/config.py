@@ -68,7 +68,7 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
                 rewards[name] = str(settings["reward"])
         return rewards
 
-    def check(self, val_files: Sequence[str], *, is_pairwise: bool) -> None:
+    def check(self, val_files: Sequence[str], *, compares: bool) -> None:
         """Raise `UserError` for a set that data.val_files does not name, or more than two responses to be compared."""
         names = [
             source.name
@@ -82,6 +82,5 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
                 f"rollout.val_kwargs.sets has {min(unknown)!r}; expected a set of data.val_files: {accepted}"
             )
         for settings in map(self.of_set, ["", *names]):
-            settings.require(
-                "n", settings.n == 1 or not is_pairwise, "1 with reward_model.judge.pairwise"
-            )
+            reason = "1 with a reward_model.judge.method that compares responses"
+            settings.require("n", settings.n == 1 or not compares, reason)

@@ -10,7 +10,7 @@ from gcore_runs.settings.checks import flatten, nest
 
 _CHECKPOINTING = "actor.enable_gradient_checkpointing"
 _JUDGE_SETTING = re.compile(
-    r"(reward_model\.judge|reward_model\.judges\.\w+|reward\.judge)\.(low|high|server_python)"
+    r"(reward_model\.judge|reward_model\.judges\.\w+|reward\.judge)\.(low|high|server_python|pairwise)"
 )
 _OLD_CRITIC_LR = 1e-5
 """Rate of the critic in earlier versions, where it was not set."""
@@ -73,6 +73,10 @@ def _translate_judges(values: dict[str, Any]) -> None:
         if setting == "server_python":
             if value:
                 values[f"{section}.engine_options.server_python"] = value
+            continue
+        if setting == "pairwise":
+            if value:
+                values[f"{section}.method"] = "all_pairs"
             continue
         score_range = values.setdefault(f"{section}.score_range", [0.0, 10.0])
         position = 0 if setting == "low" else 1
