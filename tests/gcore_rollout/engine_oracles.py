@@ -6,6 +6,7 @@ import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from gcore_rollout import (
 )
 from gcore_rollout.engines.vllm import process
 
+_REGISTER = "register_triton_kernel_overrides"
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
 EOS_TOKEN_IDS = [1, 5]
@@ -63,14 +65,23 @@ def make_engine(kind: str, model: TinyModel, **options: Any) -> Engine:
     if kind.startswith("hf"):
         mode: Any = {"hf": "auto", "hf-static": "static"}[kind]
         return HFEngine.from_pretrained(model.path, decode_mode=mode, **options)
+    engine_args()
     return VLLMEngine.from_pretrained(model.path, kv_cache_memory_bytes=64 << 20, **options)
 
 
+@cache
 def engine_args() -> Any:
-    """Return vLLM's class of arguments, imported as the engine does, without its compiled helpers."""
+    """Return vLLM's class of arguments, imported as the engine does, without its compiled helpers.
+
+    Collections leave out what that makes. CPU kernels are registered once, not by each engine: it looks through all
+    modules for them.
+    """
     process.set_environment()
     with torch._dynamo.config.patch(disable=True):  # pyright: ignore[reportPrivateUsage] - it has no public name
         from vllm import EngineArgs
+        from vllm.platforms.cpu import CpuPlatform
+    setattr(CpuPlatform, _REGISTER, staticmethod(cache(getattr(CpuPlatform, _REGISTER))))
+    gc.freeze()
     return EngineArgs
 
 

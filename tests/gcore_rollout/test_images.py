@@ -12,7 +12,14 @@ from zlib import crc32
 import numpy as np
 import PIL.Image
 import pytest
-from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, in_parts, until_sampled
+from engine_oracles import (
+    VLLM_IMPORT_WARNINGS,
+    TinyModel,
+    collect,
+    engine_args,
+    in_parts,
+    until_sampled,
+)
 from safetensors.torch import load_file
 from tiny_vision_model import IMAGE, VISION_END, VISION_START, Reference, noise, save_vision_model
 
@@ -43,6 +50,7 @@ KINDS = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]
 def make_engine(kind: str, path: Path, **options: Any) -> Engine:
     if kind == "hf":
         return HFEngine.from_pretrained(path, **options)
+    engine_args()
     return VLLMEngine.from_pretrained(path, kv_cache_memory_bytes=64 << 20, **options)
 
 

@@ -16,6 +16,7 @@ from engine_oracles import (
     VLLM_IMPORT_WARNINGS,
     TinyModel,
     collect,
+    engine_args,
     errors,
     make_engine,
     make_request,
@@ -79,6 +80,7 @@ async def test_process_is_left_as_it_was(tied: TinyModel) -> None:
         )
 
     # vLLM freezes all objects, and unfreezes them when it ends: what this process has frozen stays so, and no more.
+    engine_args()
     gc.freeze()
     num_frozen = gc.get_freeze_count()
     before = state()

@@ -13,6 +13,7 @@ from engine_oracles import (
     VOCAB_SIZE,
     TinyModel,
     collect,
+    engine_args,
     errors,
     interrupt,
     make_request,
@@ -43,6 +44,7 @@ def half(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(tied: TinyModel, half: Path) -> Iterator[VLLMEngine]:
     speculative = {"method": "draft_model", "model": str(half), "num_speculative_tokens": 3}
+    engine_args()
     engine = VLLMEngine.from_pretrained(
         tied.path, speculative_config=speculative, kv_cache_memory_bytes=64 << 20, eos_token_ids=[]
     )
