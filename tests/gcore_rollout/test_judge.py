@@ -189,25 +189,25 @@ def test_bad_settings(make: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "winner"),
+    ("text", "points"),
     [
-        ("Winner: A", "A"),
-        ("winner: **b**", "B"),
-        ("Winner: [[A]]", "A"),
-        ("Winner: A? No. Winner: Tie.", "tie"),
+        ("Winner: A", 1.0),
+        ("winner: **b**", 0.0),
+        ("Winner: [[A]]", 1.0),
+        ("Winner: A? No. Winner: Tie.", 0.5),
         ("Winner: Anna", None),
         ("A wins", None),
         ("", None),
     ],
 )
-def test_winner_pattern(text: str, winner: str | None) -> None:
-    assert make_winner_parser()(text) == winner
+def test_winner_pattern(text: str, points: float | None) -> None:
+    assert make_winner_parser()(text) == points
 
 
 def test_another_pattern_of_winners() -> None:
     better = make_winner_parser(pattern=r"([ABC]) is better")
     assert [better(text) for text in ("A is better. b is better", "C is better", "Winner: A")] == [
-        "B",
+        0.0,
         None,
         None,
     ]

@@ -95,11 +95,11 @@ async def test_a_criterion_without_a_verdict() -> None:
         ),
         (
             [{"description": "is calm", "weight": "high"}],
-            "weight of criterion 1 of the row's 'rubric' is 'high'; expected a finite number",
+            "weight of criterion 1 of the row's 'rubric' is 'high'; expected one number",
         ),
         (
-            [{"description": "is calm", "weight": True}],
-            "weight of criterion 1 of the row's 'rubric' is True; expected a finite number",
+            [{"description": "is calm"}],
+            "weight of criterion 1 of the row's 'rubric' is None; expected one number",
         ),
         (
             [{"description": "is calm", "weight": math.nan}],

@@ -159,7 +159,7 @@ def test_a_bad_rubric_is_found_before_the_run_starts(
     rubrics = [RUBRIC, RUBRIC, [RUBRIC[0], {"description": "has a sign", "weight": "low"}]]
     refused = " ".join(cli.refused(*rubric_options(cli, own_args, tiny, rubrics)).split())
     expected = "rubrics.jsonl: prompt of row 3: part 'model': weight of criterion 2 of the row's 'rubric' is 'low'"
-    assert f"{expected}; expected a finite number" in refused
+    assert f"{expected}; expected one number" in refused
     assert not (cli.cwd / "runs").exists()
 
 

@@ -87,15 +87,17 @@ async def evaluate_group(
 def check_score(value: object) -> Scored:
     """Return a reward's result, a number or a `Scored` of finite numbers; `RewardError` for anything else."""
     if not isinstance(value, Scored):
-        return Scored(score=_finite("returned", value))
+        return Scored(score=check_number("returned", value))
     parts = {
-        name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()
+        name: check_number(f"returned a part {name!r} of", part)
+        for name, part in value.parts.items()
     }
-    score = _finite("returned a score of", value.score)
+    score = check_number("returned a score of", value.score)
     return Scored(score=score, parts=parts, feedback=value.feedback, answer=value.answer)
 
 
-def _finite(what: str, value: Any) -> float:
+def check_number(what: str, value: Any) -> float:
+    """Return a value as a float; `RewardError`, after the words of ``what``, if it is no finite number."""
     try:
         # A string would pass through float(), but a reward returns one by mistake.
         number = float(value + 0.0)

@@ -9,7 +9,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
 from gcore_rollout.errors import NoScoreError, RewardConfigError, require
@@ -19,8 +19,6 @@ from gcore_rollout.rewards.reward import Scored, column, locate_errors
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
-
-T = TypeVar("T")
 
 Reduce = Literal["mean", "median", "majority"]
 """How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
@@ -182,22 +180,22 @@ def make_score_parser(
 
 
 @dataclass(kw_only=True, eq=False)
-class Judge(Generic[T]):
+class Judge:
     """The base of judges: asks the model a question with fields in braces, and reads its verdicts."""
 
     model: JudgeModel
     template: str = ""
     """The question, as for `str.format` without attributes and indexes; a literal brace is doubled, and braces in
     values have no meaning. Fields are those that the class names, and columns of the row. Empty: the class's own."""
-    parse: Callable[[str], T | None]
-    """Reads a verdict; None: it cannot be read."""
+    parse: Callable[[str], float | None]
+    """Reads the number in a verdict; None: it cannot be read."""
 
     question: ClassVar[str]
     needed: ClassVar[tuple[str, ...]]
     """Fields that a template must have."""
 
     def __post_init__(self) -> None:
-        template = self.template or self.question
+        self.template = template = self.template or self.question
         try:
             self._fields = [
                 name for _, name, _, _ in string.Formatter().parse(template) if name is not None
@@ -212,10 +210,10 @@ class Judge(Generic[T]):
 
     async def ask(
         self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None
-    ) -> list[list[tuple[T | None, str]]]:
+    ) -> list[list[tuple[float | None, str]]]:
         """Return each verdict on each question, None if it could not be read, with its text; see `JudgeModel.ask`."""
         answers = await self.model.ask(questions, images)
-        verdicts: list[list[tuple[T | None, str]]] = []
+        verdicts: list[list[tuple[float | None, str]]] = []
         for texts in answers:
             parsed = [self.parse(text) for text in texts]
             verdicts.append(list(zip(parsed, texts, strict=True)))
@@ -228,11 +226,11 @@ class Judge(Generic[T]):
             for name in self._fields
             if name not in texts
         }
-        return (self.template or self.question).format_map({**columns, **texts})
+        return self.template.format_map({**columns, **texts})
 
 
 @dataclass(kw_only=True, eq=False)
-class _ScoreJudge(Judge[float]):
+class _ScoreJudge(Judge):
     """The base of judges whose verdicts are scores."""
 
     parse: Callable[[str], float | None] = field(default_factory=make_score_parser)

@@ -1,5 +1,6 @@
 """Comparisons of the completions of a prompt by a language model."""
 
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,10 @@ from gcore_rollout.rewards.kinds.judge import Judge, check_pattern, read_last_ma
 from gcore_rollout.rewards.kinds.tournament import Pair, Scheme, draw_order, pair_round
 from gcore_rollout.rewards.reward import Scored
 
-Winner = Literal["A", "B", "tie"]
-
-_WINNERS: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
-_POINTS: dict[Winner | None, float | None] = {"A": 1.0, "B": 0.0, "tie": 0.5, None: None}
-"""Points of the completion shown first."""
-
+_POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
+"""Points of the completion shown first, by the winner."""
+_Points = tuple[float | None, float | None]
+"""Points of a completion by a verdict with it in the first place, and by one with it in the second; None: unread."""
 _WINNER_PATTERN = r"winner:\s*\W{0,2}(A|B|tie)\b"
 
 _PAIR_QUESTION = """Here are a request and two answers to it.
@@ -34,31 +33,32 @@ Which answer is better? Think about it briefly, then end with "Winner: A", "Winn
 """
 
 
-def make_winner_parser(pattern: str = "") -> Callable[[str], Winner | None]:
-    """Return a function that reads ``Winner: A``, ``B`` or ``tie``: the last match in a verdict.
+def make_winner_parser(pattern: str = "") -> Callable[[str], float | None]:
+    """Return a function that reads the points of the first from ``Winner: A`` (1), ``B`` (0) or ``tie`` (0.5).
 
-    Brackets and case do not matter. A match whose first group is something else is no verdict. ``pattern`` is a regular
-    expression whose first group is the winner; empty: ``Winner: A``. `RewardConfigError` if it has no group.
+    The last match in a verdict counts. Brackets and case do not matter. A match whose first group is something else is
+    no verdict. ``pattern`` is a regular expression whose first group is the winner; empty: ``Winner: A``.
+    `RewardConfigError` if it has no group.
 
     Example:
         >>> parse = make_winner_parser()
         >>> parse("A is longer, but B is right. Winner: **b**")
-        'B'
+        0.0
         >>> parse("Both are good.") is None
         True
     """
     pattern = pattern or _WINNER_PATTERN
     check_pattern(pattern, "the winner")
 
-    def parse_winner(text: str) -> Winner | None:
+    def parse_winner(text: str) -> float | None:
         winner = read_last_match(pattern, text, flags=re.IGNORECASE)
-        return _WINNERS.get(winner.lower())
+        return _POINTS.get(winner.lower())
 
     return parse_winner
 
 
 @dataclass(kw_only=True, eq=False)
-class PairwiseJudge(Judge[Winner]):
+class PairwiseJudge(Judge):
     """Scores each completion of a group with the fraction of its comparisons that it wins; a tie is half a win.
 
     Two completions are compared in both orders, so that a judge's preference for the first place cancels out
@@ -90,7 +90,7 @@ class PairwiseJudge(Judge[Winner]):
     question: ClassVar = _PAIR_QUESTION
     needed: ClassVar = ("completion_a", "completion_b")
 
-    parse: Callable[[str], Winner | None] = field(default_factory=make_winner_parser)
+    parse: Callable[[str], float | None] = field(default_factory=make_winner_parser)
     on_unparsable: Literal["drop", "tie"] = "drop"
     """ "drop" leaves such verdicts out, and the group has no scores if one of its completions has none left; "tie"
     counts them as ties."""
@@ -116,52 +116,45 @@ class PairwiseJudge(Judge[Winner]):
         if len(completions) < 2:
             raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
         order = draw_order(prompt, completions)
-        points: dict[Pair, list[float | None]] = {}
+        points: dict[int, list[_Points]] = {response: [] for response in order}
         results: dict[Pair, float] = {}
         pairs = pair_round(self.scheme, order, results)
         while pairs:
-            orders = pairs + [(b, a) for a, b in pairs]
             questions: list[str] = []
-            for a, b in orders:
+            for a, b in pairs + [(b, a) for a, b in pairs]:
                 texts = {"completion_a": completions[a], "completion_b": completions[b]}
                 questions.append(self._fill_template(row, prompt=prompt, **texts))
-            for pair, verdicts in zip(orders, await self.ask(questions), strict=True):
-                points[pair] = [_POINTS[winner or None] for winner, _ in verdicts]
-            for a, b in pairs:
-                first, second = _points_of_both_orders(points, a, b)
-                counted = [p for p in first + second if p is not None]
-                results[a, b] = statistics.fmean(counted or [0.5])
+            verdicts = await self.ask(questions)
+            for i, (a, b) in enumerate(pairs):
+                both_orders = zip(verdicts[i], verdicts[i + len(pairs)], strict=True)
+                match = [(first, _invert(second)) for (first, _), (second, _) in both_orders]
+                points[a] += match
+                points[b] += [(_invert(second), _invert(first)) for first, second in match]
+                results[a, b] = statistics.fmean(_read(match) or [0.5])
             pairs = pair_round(self.scheme, order, results)
-        return [self._score_completion(i, points) for i in range(len(completions))]
+        return [self._score_completion(i, points[i]) for i in range(len(completions))]
 
-    def _score_completion(self, index: int, points: Mapping[Pair, list[float | None]]) -> Scored:
-        """Score a completion by the points of the first in each verdict."""
-        verdicts: list[float | None] = []
-        num_comparable = 0
-        num_equal = 0
-        for opponent in [b for a, b in points if a == index]:
-            first, second = _points_of_both_orders(points, index, opponent)
-            verdicts += first + second
-            for a, b in zip(first, second, strict=True):
-                if a is not None and b is not None:
-                    num_comparable += 1
-                    num_equal += a == b
-        counted = [p for p in verdicts if p is not None]
-        parts = {"parsed": len(counted) / len(verdicts)}
-        if num_comparable:
-            parts["consistent"] = num_equal / num_comparable
+    def _score_completion(self, index: int, points: Sequence[_Points]) -> Scored:
+        counted = _read(points)
+        num_verdicts = 2 * len(points)
+        parts = {"parsed": len(counted) / num_verdicts}
+        agreements = [first == second for first, second in points if None not in (first, second)]
+        if agreements:
+            parts["consistent"] = statistics.fmean(agreements)
         if self.on_unparsable == "tie":
-            counted = [0.5 if p is None else p for p in verdicts]
+            counted += [0.5] * (num_verdicts - len(counted))
         if not counted:
             raise NoScoreError(
-                f"none of {len(verdicts)} verdicts on completion {index} could be parsed"
+                f"none of {num_verdicts} verdicts on completion {index} could be parsed"
             )
         return Scored(score=statistics.fmean(counted), parts=parts)
 
 
-def _points_of_both_orders(
-    points: Mapping[Pair, list[float | None]], a: int, b: int
-) -> tuple[list[float | None], list[float | None]]:
-    """Return the points of a from the verdicts with a first, and from those with b first."""
-    second = [None if p is None else 1.0 - p for p in points[b, a]]
-    return points[a, b], second
+def _invert(points: float | None) -> float | None:
+    """Return the points of the other one of a pair."""
+    return None if points is None else 1.0 - points
+
+
+def _read(points: Sequence[_Points]) -> list[float]:
+    """Return the points of the verdicts that could be read."""
+    return [p for p in itertools.chain.from_iterable(points) if p is not None]

@@ -1,7 +1,5 @@
 """Rubrics in the rows of a data set: criteria with weights, and the score of a completion that meets some of them."""
 
-import math
-import numbers
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +7,7 @@ from typing import Any
 
 from gcore_rollout.errors import RewardError, require
 from gcore_rollout.rewards.reward import Scored, column
+from gcore_rollout.rewards.runner import check_number
 
 CRITERION_QUESTION = """Here are a request, an answer to it, and a criterion.
 
@@ -33,7 +32,7 @@ def read_rubric(row: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]
     is_list = isinstance(rubric, Sequence) and not isinstance(rubric, str) and len(rubric) > 0
     accepted = "a list of one or more {'description': text, 'weight': number}"
     require(field, rubric, is_list, accepted, RewardError)
-    has_weight = False
+    weights: list[float] = []
     for number, criterion in enumerate(rubric, 1):
         where = f"criterion {number} of {field}"
         is_criterion = isinstance(criterion, Mapping)
@@ -41,12 +40,8 @@ def read_rubric(row: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]
         description = criterion.get("description")
         is_text = isinstance(description, str) and bool(description.strip())
         require(f"description of {where}", description, is_text, "a text", RewardError)
-        weight = criterion.get("weight")
-        is_weight = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        is_finite = is_weight and math.isfinite(weight)
-        require(f"weight of {where}", weight, is_finite, "a finite number", RewardError)
-        has_weight = has_weight or weight != 0
-    require(field, rubric, has_weight, "a weight that is not 0", RewardError)
+        weights.append(check_number(f"weight of {where} is", criterion.get("weight")))
+    require(field, rubric, any(weights), "a weight that is not 0", RewardError)
     return rubric
 
 

@@ -2,7 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 Scheme = Literal["all_pairs", "knockout", "swiss"]
@@ -61,35 +62,30 @@ def _pair_swiss(order: Sequence[int], results: Mapping[Pair, float]) -> list[Pai
         return []
     # A round without an opponent counts as a tie.
     lead = dict.fromkeys(order, 0.0)
-    opponents: dict[int, set[int]] = {response: set() for response in order}
+    met: set[Pair] = set()
     for (a, b), points in results.items():
         lead[a] += points - 0.5
         lead[b] -= points - 0.5
-        opponents[a].add(b)
-        opponents[b].add(a)
+        met |= {(a, b), (b, a)}
     ranking = sorted(order, key=lambda response: -lead[response])
     if len(order) % 2:
         ranking.append(_BYE)
-        for met in opponents.values():
-            if len(met) < num_rounds:
-                met.add(_BYE)
-    pairs = _match_neighbours(ranking, opponents)
+        num_matches = Counter(response for response, _ in met)
+        met |= {(response, _BYE) for response in order if num_matches[response] < num_rounds}
+    pairs = _match_neighbours(ranking, met)
     assert pairs is not None, "with so few rounds there is always a pairing (Dirac's theorem)"
     return [pair for pair in pairs if _BYE not in pair]
 
 
-def _match_neighbours(
-    ranking: Sequence[int], opponents: Mapping[int, set[int]]
-) -> list[Pair] | None:
+def _match_neighbours(ranking: Sequence[int], met: Set[Pair]) -> list[Pair] | None:
     """Return the ranking in pairs that have not met, the highest with the nearest possible; None: there are none."""
     if not ranking:
         return []
     first = ranking[0]
     for opponent in ranking[1:]:
-        if opponent in opponents[first]:
-            continue
-        others = [response for response in ranking[1:] if response != opponent]
-        pairs = _match_neighbours(others, opponents)
-        if pairs is not None:
-            return [(first, opponent), *pairs]
+        if (first, opponent) not in met:
+            others = [response for response in ranking[1:] if response != opponent]
+            pairs = _match_neighbours(others, met)
+            if pairs is not None:
+                return [(first, opponent), *pairs]
     return None
