@@ -17,29 +17,51 @@ from pathlib import Path
 from typing import cast
 
 from forks import SOCKET, Forks
+from PIL import Image
 
 from gcore_rollout import import_reasoning_gym
 from gcore_rollout.engines.vllm import process
+from gcore_runs.report.page import load_template
 
+RUN = (
+    "gcore_ckpt.saving.saver",
+    "gcore_controller.rlhf.step",
+    "gcore_runs.loop.supervisor",
+    "gcore_runs.report.page",
+    "plotly.offline",
+    "rich._emoji_codes",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard",
+    "torchdata.nodes",
+)
 HEAVY = {
     "gcore_llm": (
+        *RUN,
         "gcore_llm.finetune.run",
+        "gcore_llm.forecast",
         "gcore_llm.report",
         "gcore_llm.training",
+        "gcore_placement.planning.options",
         "gcore_rollout.engines.hf.engine",
-        "gcore_runs.loop.supervisor",
+        "gcore_rollout.engines.servers.client",
+        "gcore_runs.data.chat_template",
+        "gcore_trainer.advantages.estimators.grpo",
+        "gcore_trainer.losses.policy.vanilla",
+        "gcore_trainer.torch.packed_model",
         "gcore_trainer.trainer",
         "openai",
-        "torch.utils.tensorboard",
+        "sentencepiece",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.encoder_decoder",
         "transformers.models.qwen3.modeling_qwen3",
     ),
     "gcore_diffusion": (
+        *RUN,
         "gcore_diffusion.demo.pretraining",
         "gcore_diffusion.backend",
         "gcore_diffusion.training",
         "diffusers.models.transformers.transformer_sd3",
         "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-        "torch.utils.tensorboard",
     ),
 }
 VLLM = (
@@ -111,6 +133,10 @@ def serve() -> None:
         import_reasoning_gym()
     for module in HEAVY[APP]:
         importlib.import_module(module)
+    # What a first run makes once for its process.
+    importlib.import_module(f"{APP}.cli").parse_train(["--threads", "1"])
+    load_template()
+    Image.init()
     cast(list[object], warnings.filters).remove(error)
     if sys.argv[1].endswith("-vllm"):
         import_vllm()

@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -285,7 +286,7 @@ JobT = TypeVar("JobT", bound=RunJob[Any])
 
 
 _freezing = threading.Lock()
-"""Held inside `frozen_objects`: to count frozen objects takes as long as to walk through them."""
+"""Held inside `frozen_objects`."""
 
 
 @contextmanager
@@ -298,7 +299,8 @@ def frozen_objects() -> Generator[None]:
     if not _freezing.acquire(blocking=False):
         yield
         return
-    was_frozen = gc.get_freeze_count() > 0
+    # Frozen objects are not listed. To count them would take as long as to walk through them.
+    was_frozen = all(value is not sys.modules for value in gc.get_objects())
     try:
         if not was_frozen:
             gc.collect()

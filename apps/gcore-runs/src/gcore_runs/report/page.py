@@ -5,10 +5,11 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gcore_runs.loop.best import exported_evaluation
 from gcore_runs.report.gallery import read_gallery
@@ -27,6 +28,9 @@ from gcore_runs.report.panels import (
 )
 from gcore_runs.report.run import Kind, ReportedRun, Row, Signal, metric_names, number, series
 from gcore_runs.report.samples import are_verified, clip, training_samples, verdict
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 MAX_PARTS = 24
 """Most parts of rewards that have a chart."""
@@ -53,16 +57,23 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     return path
 
 
-def _render(run: ReportedRun) -> str:
-    """Return the page, with Plotly's code in it."""
+@cache
+def load_template() -> "Template":
+    """Return the compiled template of the page; compiling it takes longer than filling it in."""
     # Wanted only here, while the command line imports this module at every start.
     from jinja2 import Environment, StrictUndefined
-    from plotly.offline import get_plotlyjs
 
     source = files("gcore_runs").joinpath("report/page.html.j2").read_text(encoding="utf-8")
-    template = Environment(
+    environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    return environment.from_string(source)
+
+
+def _render(run: ReportedRun) -> str:
+    """Return the page, with Plotly's code in it."""
+    from plotly.offline import get_plotlyjs
+
     samples = paired_samples(run)
     signals = [
         signal_panel(run.metrics, *signal)
@@ -73,7 +84,7 @@ def _render(run: ReportedRun) -> str:
     names = metric_names(run.memory)[1 : MAX_MEMORIES + 1]
     signals += [signal_panel(run.memory, f"Memory: {name}", name, "GB") for name in names]
     gallery = read_gallery(run.samples, run.notes) if run.kind.has_pictures else None
-    return template.from_string(source).render(
+    return load_template().render(
         run=run,
         tiles=tiles(run),
         reward=reward_panel(run),

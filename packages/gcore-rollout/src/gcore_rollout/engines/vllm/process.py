@@ -73,7 +73,6 @@ def keep_process_state() -> Generator[None]:
     random_state = random.getstate()
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
-    was_frozen = gc.get_freeze_count() > 0
     # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
     names = (
         "LD_PRELOAD",
@@ -93,8 +92,6 @@ def keep_process_state() -> Generator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        if not was_frozen:
-            gc.unfreeze()
         for name in names:
             os.environ.pop(name, None)
         os.environ.update(variables)
@@ -108,11 +105,12 @@ def compilation(*, is_off: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def collections(*, is_off: bool) -> Generator[None]:
-    """Turn off what vLLM asks of the garbage collector inside a block, or leave it on.
+    """Turn off what vLLM asks of the garbage collector inside a block, or leave it on and unfreeze what it has frozen.
 
     Its start and its shutdown walk through all objects of the process several times, which takes longer than the rest
     of the two with a small model, and the shutdown unfreezes what others have frozen.
     """
+    was_frozen = is_off or gc.get_freeze_count() > 0
     if is_off:
         for name in _COLLECTOR:
             setattr(gc, name, lambda *_: 0)
@@ -121,6 +119,8 @@ def collections(*, is_off: bool) -> Generator[None]:
     finally:
         for name, function in _COLLECTOR.items():
             setattr(gc, name, function)
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def check_head_size(config: "VllmConfig") -> None:
