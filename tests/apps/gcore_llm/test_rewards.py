@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from gcore_llm.cli import parse_train
 from gcore_llm.sampling import TextRewards
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import RewardError, Scored
+from gcore_rollout import JudgeReward, RewardError, Scored
 from gcore_runs.settings.resources import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
@@ -161,6 +162,33 @@ def test_a_bad_rubric_is_found_before_the_run_starts(
     expected = "rubrics.jsonl: prompt of row 3: part 'model': weight of criterion 2 of the row's 'rubric' is 'low'"
     assert f"{expected}; expected one number" in refused
     assert not (cli.cwd / "runs").exists()
+
+
+class Votes:
+    """In place of a `JudgeModel`: each sample has other principles, and a score by them."""
+
+    async def ask(self, questions: Any, images: Any = None) -> list[list[str]]:
+        del images
+        self.questions = questions
+        return [[f"1. Score: {i} (60%): brevity. It is short. Score: {i + 2}" for i in range(8)]]
+
+
+async def test_a_judge_of_the_page_writes_its_own_principles(tmp_path: Path, tiny: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/own-reward.md").read_text()
+    _, _, section = page.partition("**Principles of the judge's own.**")
+    [template, settings] = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    (tmp_path / "principles.txt").write_text(template)
+    settings = settings.replace("principles.txt", str(tmp_path / "principles.txt"))
+    (tmp_path / "run.toml").write_text(settings.replace("MODEL", str(tiny)))
+    judge = parse_train(["--config", str(tmp_path / "run.toml")]).reward_model.judge
+    votes: Any = Votes()
+    reward = JudgeReward(
+        model=votes, template=judge.question(), parse=judge.scores(), reduce=judge.reduce
+    )
+    scored = await reward("Greet.", "Hi", {})
+    assert scored.score == pytest.approx(np.mean([(i + 1) / 9 for i in range(8)]))
+    assert "Request:\nGreet.\n\nAnswer:\nHi\n\nFirst write down" in votes.questions[0]
+    assert judge.n == 8
 
 
 # As for a score, a random model's last a or b is its verdict; most have none, and are ties.
