@@ -7,7 +7,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_trainer import (
-    AdvantageConfig,
     PolicyLossConfig,
     ScoredGroup,
     get_advantage_estimator,
@@ -19,7 +18,7 @@ def group_advantages(scores: ArrayLike, estimator: str) -> NDArray[np.floating]:
     """Advantages [n] of responses of one token, by a group-relative estimator."""
     rewards = [np.array([score]) for score in np.asarray(scores)]
     group = ScoredGroup(rewards=rewards, masks=[np.ones(1, np.bool_) for _ in rewards])
-    return np.concatenate(get_advantage_estimator(estimator)(group, AdvantageConfig())[0])
+    return np.concatenate(get_advantage_estimator(estimator)(group)[0])
 
 
 def flat_loss(
@@ -27,6 +26,9 @@ def flat_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Losses and metrics [N] for log-probs, old log-probs and advantages [N] of one sequence, all of which count."""
     old, advantages = (torch.from_numpy(a) for a in arrays)
-    config = PolicyLossConfig(loss_mode=loss_mode, **settings)
+    names = settings.keys() & PolicyLossConfig.__dataclass_fields__.keys()
+    config = PolicyLossConfig(loss_mode=loss_mode, **{name: settings.pop(name) for name in names})
     mask = torch.ones(len(old), dtype=torch.bool)
-    return policy_loss(config, log_probs, old, advantages, mask=mask, lengths=[len(old)])
+    return policy_loss(
+        config, log_probs, old, advantages, mask=mask, lengths=[len(old)], **settings
+    )

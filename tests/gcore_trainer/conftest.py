@@ -63,6 +63,7 @@ def verl() -> Any:
             helper=import_module("verl.trainer.ppo.rollout_corr_helper"),
             metrics=import_module("verl.trainer.ppo.metric_utils"),
             ActorConfig=import_module("verl.workers.config.actor").ActorConfig,
+            PolicyLossConfig=import_module("verl.workers.config.actor").PolicyLossConfig,
         )
 
 

@@ -99,8 +99,9 @@ def train_compiled(
     objective: Objective[Any],
     optimizer: OptimizerConfig,
     steps: list[list[list[MicroBatch]]],
-) -> list[dict[str, float]]:
-    """Metrics of each step of a model with compiled and checkpointed layers."""
+) -> tuple[list[dict[str, float]], int]:
+    """Metrics of each step of a model with compiled and checkpointed layers, and the number of graphs."""
+    torch._dynamo.utils.counters.clear()
     packed = PackedModel.from_pretrained(path, gradient_checkpointing=True)
     with warnings.catch_warnings():
         # Dynamo looks at the gradients of all tensors.
@@ -108,7 +109,8 @@ def train_compiled(
         compile_layers(packed, backend="aot_eager")
         parallel = TorchParallel.join(ParallelConfig())
         trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
-        return [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+        metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+    return metrics, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def train_with_naps(

@@ -22,7 +22,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
 
 FOUR_LAYERS: dict[str, Any] = SIZES | {"num_hidden_layers": 4}
-ODD_VOCABULARY: dict[str, Any] = FOUR_LAYERS | {"vocab_size": 97}
+"""For layouts of two stages of two chunks each."""
+ODD_VOCABULARY: dict[str, Any] = {"vocab_size": 97}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -38,16 +39,13 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**FOUR_LAYERS, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
-    "qwen2": Qwen2Config(**ODD_VOCABULARY, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**ODD_VOCABULARY, head_dim=24, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "qwen2": Qwen2Config(**SIZES | ODD_VOCABULARY, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**FOUR_LAYERS | ODD_VOCABULARY, head_dim=24, tie_word_embeddings=False),
     "qwen3_tied": Qwen3Config(**FOUR_LAYERS, head_dim=24, tie_word_embeddings=True),
-    "qwen3_moe": Qwen3MoeConfig(
-        **FOUR_LAYERS, **MOE, norm_topk_prob=True, tie_word_embeddings=False
-    ),
-    "qwen3_moe_raw": Qwen3MoeConfig(
-        **FOUR_LAYERS, **MOE, norm_topk_prob=False, tie_word_embeddings=False
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True),
+    "qwen3_moe_deep": Qwen3MoeConfig(**FOUR_LAYERS, **MOE, norm_topk_prob=True),
+    "qwen3_moe_raw": Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False),
 }
 GROUPS = [Group(12, [20, 1, 9, 13]), Group(25, [7, 7]), Group(3, [25])]
 LOSS = PolicyLossConfig(kl_loss_coef=0.1, entropy_coeff=0.01, loss_agg_mode="seq-mean-token-mean")

@@ -11,14 +11,13 @@ from hypothesis import example, given, strategies as st
 from numpy.testing import assert_allclose
 
 from gcore_trainer import (
-    AdvantageConfig,
     BatchError,
     ScoredGroup,
     advantage_estimator,
     gae_advantages,
     grpo_advantages,
 )
-from gcore_trainer.advantages.estimator import whiten, whitening_moments
+from gcore_trainer.advantages.estimator import get_advantage_estimator, whiten, whitening_moments
 from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
 from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.advantages.estimators.rloo import rloo_advantages
@@ -80,6 +79,32 @@ def test_maxrl_weighs_a_success_by_how_rare_it_is() -> None:
     assert group_advantages([0.0, 0.0], "maxrl").tolist() == [0.0, 0.0]
     with pytest.raises(BatchError, match=r"expected numbers of at least 0"):
         group_advantages([-1.0, 1.0], "maxrl")
+
+
+PARTS = st.lists(st.tuples(*[st.integers(-50, 50)] * 2), min_size=2, max_size=6)
+
+
+@given(rows=PARTS, weight=st.floats(-2.0, 2.0), scale=st.integers(1, 100))
+def test_gdpo_normalises_the_parts_one_by_one(
+    rows: list[tuple[int, int]], weight: float, scale: int
+) -> None:
+    parts = np.array(rows, np.float64)
+    expected = np.zeros(len(rows))
+    for values, w in zip(parts.T, (1.0, weight), strict=True):
+        expected += w * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    estimator = get_advantage_estimator("gdpo")
+    # How large a part is has no influence beyond the small constant.
+    for factor in (1, scale):
+        masks = [np.ones(1, np.bool_)] * len(rows)
+        group = ScoredGroup(
+            rewards=[np.zeros(1)] * len(rows),
+            masks=masks,
+            parts=[{"right": a, "short": factor * b, "turns": 9.0} for a, b in rows],
+        )
+        advantages, _ = estimator(group, gdpo_rewards={"right": 1.0, "short": weight})
+        assert_allclose(np.concatenate(advantages), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(BatchError, match=r"^parts is .*; expected a part 'long' of the reward$"):
+        estimator(group, gdpo_rewards={"long": 1.0})
 
 
 @pytest.mark.parametrize("bad", [[], [[1.0, 2.0]], [1.0, math.nan], [1.0, math.inf], 1.0])
@@ -173,12 +198,12 @@ def test_returns_are_given_exactly_where_a_critic_is_needed() -> None:
     masks = [np.ones(2, np.bool_), np.ones(3, np.bool_)]
     values = [np.zeros(2), np.zeros(3)]
     group = ScoredGroup(rewards=values, masks=masks, values=values)
-    pair = advantage_estimator(needs_critic=True)(lambda _group, _config: (values, values))
-    assert pair(group, AdvantageConfig()) == (values, values)
+    pair = advantage_estimator(needs_critic=True)(lambda _group: (values, values))
+    assert pair(group) == (values, values)
     # Of two responses, a tuple of two arrays is their advantages.
-    alone = advantage_estimator()(lambda _group, _config: tuple(values))
-    assert alone(group, AdvantageConfig()) == (tuple(values), None)
+    alone = advantage_estimator()(lambda _group: tuple(values))
+    assert alone(group) == (tuple(values), None)
     with pytest.raises(BatchError, match="returns is None; expected returns"):
-        advantage_estimator(needs_critic=True)(alone.function)(group, AdvantageConfig())
+        advantage_estimator(needs_critic=True)(alone.function)(group)
     with pytest.raises(BatchError, match="expected None for an advantage estimator with needs_"):
-        advantage_estimator()(pair.function)(group, AdvantageConfig())
+        advantage_estimator()(pair.function)(group)

@@ -53,22 +53,25 @@ def make_trainer(path: Path, *, backend: str, **options: Any) -> TorchTrainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "most"),
+    ("options", "backend", "most"),
     [
-        ({}, 8),
+        ({}, "aot_eager", 8),
         pytest.param(
-            {"gradient_checkpointing": True, "checkpointed_layers": 0.5}, 8, marks=pytest.mark.slow
+            {"gradient_checkpointing": True, "checkpointed_layers": 0.5},
+            "eager",
+            8,
+            marks=pytest.mark.slow,
         ),
-        pytest.param({"lora": LoRAConfig(rank=4)}, 16, marks=pytest.mark.slow),
+        pytest.param({"lora": LoRAConfig(rank=4)}, "eager", 16, marks=pytest.mark.slow),
     ],
     ids=["plain", "checkpointed", "lora"],
 )
 def test_rows_of_all_lengths_pass_through_the_same_graphs(
-    qwen2: Path, options: dict[str, Any], most: int
+    qwen2: Path, options: dict[str, Any], backend: str, most: int
 ) -> None:
     """Those of the first row: a layer's pieces before and after attention, with and without gradient."""
-    # What Inductor makes of the graphs is tested below.
-    plain, other = (make_trainer(qwen2, backend=own, **options) for own in ("", "aot_eager"))
+    # What Inductor makes of the graphs, also of checkpointed layers, is tested below.
+    plain, other = (make_trainer(qwen2, backend=own, **options) for own in ("", backend))
     after_first = 0
     for seed, groups in enumerate(ROWS):
         samples = [make_samples(groups, seed=seed)]

@@ -30,6 +30,12 @@ from gcore_trainer.lora import save_adapters
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
+
+
 OBJECTIVES: dict[str, DiffusionObjective] = {
     # It keeps the policy that samples apart, and asks the reference.
     "nft": NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1)),
@@ -75,23 +81,19 @@ def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicro
     ],
 )
 def test_steps_are_those_of_one_process(
-    rank_server: RankServer,
-    tmp_path_factory: pytest.TempPathFactory,
-    name: str,
-    size: int,
-    fsdp_size: int,
+    rank_server: RankServer, pipeline: str, name: str, size: int, fsdp_size: int
 ) -> None:
     """Uneven parts, weight decay, clipping and the average of the weights included."""
-    path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
     objective, lora = (
         OBJECTIVES[name.split()[0]],
         LoRAConfig(rank=2, alpha=4) if "adapters" in name else None,
     )
-    steps = [images(12, seed) for seed in range(3)]
-    expected, weights, averages = trained(path, objective, [[[samples]] for samples in steps], lora)
+    steps = [images(12, seed) for seed in range(2)]
+    alone_steps = [[[samples]] for samples in steps]
+    expected, weights, averages = trained(pipeline, objective, alone_steps, lora)
     parts = [dealt(samples, size) for samples in steps]
     answers = rank_server.shared(size).run(
-        "train_images", path, objective, parts, lora, fsdp_size, size=size
+        "train_images", pipeline, objective, parts, lora, fsdp_size, size=size
     )
     for metrics, own, averaged in answers:
         # At first policy and reference are alike, and who is preferred is a matter of rounding.
@@ -109,13 +111,9 @@ def test_steps_are_those_of_one_process(
 @pytest.mark.parametrize("fsdp_size", [0, 1])
 @pytest.mark.parametrize("sizes", [(2, 1), (0, 1), (0, 0)])
 def test_scores_of_steps_are_those_of_one_process(
-    rank_server: RankServer,
-    tmp_path_factory: pytest.TempPathFactory,
-    sizes: tuple[int, int],
-    fsdp_size: int,
+    rank_server: RankServer, pipeline: str, sizes: tuple[int, int], fsdp_size: int
 ) -> None:
     """Also on a rank that has no images."""
-    path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
     levels, rng = np.linspace(1.0, 0.0, 4).astype(np.float32), np.random.default_rng(0)
     x = rng.standard_normal((4, 3, 8, 8)).astype(np.float32)
     steps = {
@@ -127,9 +125,9 @@ def test_scores_of_steps_are_those_of_one_process(
     made = [replace(s, **steps, timesteps=1000 * levels[:-1]) for s in images(8, seed=0)]
     batches = iter([made[:2], made[2:5], made[5:]])
     parts = [[next(batches) for _ in range(size)] for size in sizes]
-    answers = rank_server.shared(2).run("score_images", path, parts, fsdp_size, size=2)
+    answers = rank_server.shared(2).run("score_images", pipeline, parts, fsdp_size, size=2)
     for own, part in zip(answers, parts, strict=True):
-        expected = score_steps(Denoiser.from_pretrained(path), part, kernel)
+        expected = score_steps(Denoiser.from_pretrained(pipeline), part, kernel)
         for found, alone in zip(own, expected, strict=True):
             for one, other in zip(found, alone, strict=True):
                 np.testing.assert_allclose(one[0], other[0], atol=1e-5)
@@ -206,16 +204,15 @@ def test_a_rank_needs_its_shards_and_little_more(
 
 
 def test_ranks_that_would_call_the_model_unequally_are_refused(
-    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory
+    rank_server: RankServer, pipeline: str
 ) -> None:
     """One replica's micro-batch has prompts of two lengths, which need two calls; ranks with copies train on it."""
-    path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
     equal, mixed = images(2, 0), images(2, 1)
     longer = np.zeros((5, 32), np.float32)
     mixed[1] = replace(
         mixed[1], conditions={**mixed[1].conditions, "encoder_hidden_states": longer}
     )
-    given = path, OBJECTIVES["nft"], [[[equal], [mixed]]], None
+    given = pipeline, OBJECTIVES["nft"], [[[equal], [mixed]]], None
     rank_server.shared(2).run("train_images", *given, 1, size=2)
     errors = rank_server.shared(2).errors("train_images", *given, 0, size=2)
     assert all(

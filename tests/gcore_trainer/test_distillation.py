@@ -12,7 +12,6 @@ import torch
 from trainer_oracles import Group, load_padded, make_samples, padded_scores
 
 from gcore_trainer import (
-    AdvantageConfig,
     BatchError,
     FrozenModel,
     OptimizerConfig,
@@ -139,7 +138,7 @@ def test_rewards_and_teachers_add_up() -> None:
 def test_its_estimator_reads_no_scores() -> None:
     mask = np.ones(3, np.bool_)
     group = ScoredGroup(rewards=[np.array([0.0, 0.0, 5.0])], masks=[mask])
-    advantages, returns = get_advantage_estimator("distillation")(group, AdvantageConfig())
+    advantages, returns = get_advantage_estimator("distillation")(group)
     assert returns is None
     assert not np.concatenate(advantages).any()
 

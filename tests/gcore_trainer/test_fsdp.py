@@ -105,7 +105,7 @@ def test_steps_are_those_of_one_process(
     objective = PolicyObjective(
         PolicyLossConfig(clip_ratio_c=2.0, kl_loss_coef=0.05, entropy_coeff=0.01)
     )
-    steps = steps_of(qwen2, 6)
+    steps = steps_of(qwen2, 3)
     expected, weights = train_alone(qwen2, objective, OPTIMIZER, steps)
     parts = [
         dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)
@@ -166,7 +166,7 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
 
 
 def test_compiled_layers_are_sharded(rank_server: RankServer, tmp_path: Path) -> None:
-    """One layer: to compile it takes most of the time."""
+    """The second rank has samples in one of the steps, and as many graphs as the first. To compile takes most of the time."""
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1}
     path = save_model(Qwen2Config(**sizes), tmp_path, seed=0)
     objective = PolicyObjective(PolicyLossConfig())
@@ -174,7 +174,8 @@ def test_compiled_layers_are_sharded(rank_server: RankServer, tmp_path: Path) ->
     expected, _ = train_alone(path, objective, OPTIMIZER, steps)
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
     arguments = (str(path), objective, OPTIMIZER, parts)
-    for metrics in rank_server.shared(2).run("train_compiled", *arguments, size=2):
+    for metrics, num_graphs in rank_server.shared(2).run("train_compiled", *arguments, size=2):
+        assert num_graphs == 2
         for own, alone in zip(metrics, expected, strict=True):
             assert without_tokens(own) == pytest.approx(without_tokens(alone), rel=1e-4, abs=1e-6)
 

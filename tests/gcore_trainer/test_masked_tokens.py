@@ -63,6 +63,12 @@ FIELDS = (
     "values",
     "returns",
 )
+OPTIONS = {
+    "dro": {"dro_beta": 1.0},
+    "kl_cov": {"kl_cov_ratio": 0.5},
+    "clip_cov": {"clip_cov_lb": 0.01},
+}
+"""Options of policy losses with which most of their formula is computed."""
 BAD = np.array([np.nan, np.inf, -np.inf], np.float32)
 few = settings(max_examples=8)
 seeds = st.integers(0, 2**32 - 1)
@@ -168,7 +174,8 @@ def test_a_policy(
         entropy_coeff=0.01 * entropy,
         max_response_length=40,
     )
-    assert_poison_changes_nothing(policy, PolicyObjective(config), samples, rng)
+    objective = PolicyObjective(config, OPTIONS.get(mode))
+    assert_poison_changes_nothing(policy, objective, samples, rng)
 
 
 @pytest.mark.parametrize("mode", POLICY_LOSSES.names)
@@ -187,6 +194,7 @@ def test_a_policy_loss_alone(mode: str, seed: int) -> None:
             torch.from_numpy(advantages),
             mask=torch.from_numpy(mask),
             lengths=[5, 1, 3],
+            **OPTIONS.get(mode, {}),
         )
         found += [loss, *torch.autograd.grad(loss.sum(), current)]
     assert torch.equal(found[0], found[2])

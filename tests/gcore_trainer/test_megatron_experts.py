@@ -51,7 +51,7 @@ from gcore_trainer.megatron.features import (
 )
 from gcore_trainer.megatron.model import transformer_config
 
-SHAPE = (4, MOE["num_experts"], MOE["num_experts_per_tok"])
+SHAPE = (SIZES["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
 ONE_BY_ONE = MegatronConfig(grouped_gemm=False, bias_activation_fusion=False)
 GROUPED = replace(ONE_BY_ONE, grouped_gemm=True)
 BOTH = replace(GROUPED, bias_activation_fusion=True)

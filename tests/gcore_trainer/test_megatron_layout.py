@@ -39,12 +39,12 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
             "tensor_model_parallel_size=8 does not divide 4 attention heads; expected one of [1, 2, 4]",
         ),
         (
-            "llama",
+            "qwen3",
             {PP: 8},
             "pipeline_model_parallel_size=8 does not divide 4 layers; expected one of [1, 2, 4]",
         ),
         (
-            "llama",
+            "qwen3",
             {PP: 4, VPP: 2},
             "pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 does not divide 4 layers",
         ),
@@ -64,7 +64,7 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
             "expert_model_parallel_size=8 does not divide 4 experts; expected one of [1, 2, 4]",
         ),
         (
-            "qwen3_moe",
+            "qwen3_moe_deep",
             {EP: 4, PP: 4},
             "expert_model_parallel_size=4 does not divide 2 ranks of a pipeline stage",
         ),

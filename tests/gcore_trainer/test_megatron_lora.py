@@ -42,7 +42,7 @@ from gcore_trainer import (
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, SAVED, RESUMED = 6, 3, 5
+NUM_STEPS, SAVED = 3, 1
 LORA = LoRAConfig(rank=4, alpha=8)
 # With a smaller eps, an entry whose gradient is no more than rounding error moves by whole steps of the rate.
 RATE = replace(OPTIMIZER, lr=3e-3, eps=1e-5)
@@ -115,7 +115,7 @@ def assert_same_metrics(metrics: list[dict[str, float]], expected: list[dict[str
         ("qwen2", 2, {TP: 2}, False),
         ("qwen2", 2, {TP: 2, SP: True}, True),
         ("qwen2", 4, {PP: 2}, True),
-        ("qwen2", 4, {TP: 2, PP: 2, VPP: 2, SP: True}, False),
+        ("qwen3_tied", 4, {TP: 2, PP: 2, VPP: 2, SP: True}, False),
         ("qwen2", 2, {CP: 2}, False),
         ("qwen3_moe", 2, {EP: 2}, False),
     ],
@@ -157,7 +157,7 @@ def test_adapters_move_between_the_backends(rank_server: RankServer, root: Path)
 
     trainer = make_torch_trainer(path)
     trainer.load_state(saved | counts)
-    after, samples = expected.metrics[SAVED:RESUMED], expected.samples[SAVED:RESUMED]
+    after, samples = expected.metrics[SAVED:], expected.samples[SAVED:]
     assert_same_metrics([trainer.train_step([batch]) for batch in samples], after)
 
     state = {group: expected.states[SAVED - 1][group] for group in GROUPS_OF_STATE}
@@ -224,9 +224,9 @@ def test_before_the_first_step_it_is_the_model(rank_server: RankServer, root: Pa
 def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
     layout = {TP: 2}
-    steps = replicas_of([make_samples(GROUPS[:1], seed=0)] * 8, 2, layout)
+    steps = replicas_of([make_samples(GROUPS[:1], seed=0)] * 4, 2, layout)
     options = {
-        "optimizer": OptimizerConfig(lr=1e-2),
+        "optimizer": OptimizerConfig(lr=3e-2),
         "objective": SFTObjective(),
         "dtype": torch.bfloat16,
         "recompute": True,

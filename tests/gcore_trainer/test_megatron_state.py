@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def plain(path: Path) -> Plain:
-    return train_plainly(path, 4)
+    return train_plainly(path, 3)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_a_state_saved_by_parts_is_plain_adamws_and_continues_in_other_layouts(
     for group in GROUPS_OF_STATE:
         assert largest_difference(saved[group], expected.tensors[1][group]) < 1e-4, group
     for other in layouts:
-        arguments = str(path), other, OPTIONS, COUNTS, saved, steps(other, 2, 4)
+        arguments = str(path), other, OPTIONS, COUNTS, saved, steps(other, 2, 3)
         metrics, weights = ranks.run("megatron_resumes", *arguments, size=4)[0]
-        assert [m["actor/lr"] for m in metrics] == pytest.approx([OPTIMIZER.lr] * 2)
+        assert [m["actor/lr"] for m in metrics] == pytest.approx([OPTIMIZER.lr])
         assert largest_difference(weights, expected.tensors[-1]["model"]) < 1e-4, other
 
 

@@ -33,7 +33,7 @@ from gcore_trainer import MegatronConfig, OptimizerConfig, PolicyObjective, SFTO
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 6
+NUM_STEPS = 3
 OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": PolicyObjective(LOSS)}
 
 
@@ -106,7 +106,6 @@ BUCKETS: dict[str, Any] = OVERLAP | {"bucket_size": 5_000}
     [
         ("qwen3", {}, {"overlap_grad_reduce": True}),
         ("qwen3", {}, {"overlap_param_gather": True}),
-        ("qwen3", {}, OVERLAP),
         ("qwen3", {}, BUCKETS),
         ("qwen3_moe", {}, OVERLAP),
         ("qwen3_moe", {}, BUCKETS),
@@ -115,7 +114,6 @@ BUCKETS: dict[str, Any] = OVERLAP | {"bucket_size": 5_000}
         ("qwen3", {TP: 2}, {"recompute_granularity": "selective"}),
         ("qwen3_moe", {}, {"recompute_granularity": "selective"}),
         ("qwen3_moe", {EP: 2}, OVERLAP | {"recompute_granularity": "full"}),
-        ("qwen3", {TP: 2}, {"recompute_granularity": "full"}),
         # What only CUDA has by itself: the products of linear layers add gradients up.
         ("qwen2", {PP: 2}, {"cuda_fusions": True}),
         ("qwen3", {TP: 2}, {"cuda_fusions": True, "recompute_granularity": "selective"}),
@@ -141,8 +139,8 @@ def test_settings_of_megatron_change_no_step(
         tolerance = 1e-5
     path = save_megatron_model(name, root)
     replicas = data_parallel_size(2, layout)
-    first_samples = plain(path).samples[:4]
-    steps = [uneven(samples, replicas, seed=i) for i, samples in enumerate(first_samples)]
+    samples = plain(path).samples
+    steps = [uneven(batch, replicas, seed=i) for i, batch in enumerate(samples)]
 
     def train(*, cuda_fusions: bool = False, **settings: Any) -> list[Any]:
         config = MegatronConfig(**settings)
@@ -167,9 +165,9 @@ def test_settings_of_megatron_change_no_step(
 
 def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
-    steps = [uneven(make_samples(GROUPS, seed=0), 2, seed=0)] * 8
+    steps = [uneven(make_samples(GROUPS[:1], seed=0), 2, seed=0)] * 4
     options = {
-        "optimizer": OptimizerConfig(lr=3e-3),
+        "optimizer": OptimizerConfig(lr=1e-2),
         "objective": SFTObjective(),
         "dtype": torch.bfloat16,
     }

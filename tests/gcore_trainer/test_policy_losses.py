@@ -1,5 +1,6 @@
 """GSPO, CISPO and SAPO against their formulas in float64 numpy, sequence by sequence; PPO's clip is in test_losses."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from gcore_trainer import (
     policy_loss,
 )
 from gcore_trainer.losses.policy.gspo import gspo
+from gcore_trainer.objectives.policy import clipped_surrogate
 
 Array = NDArray[np.float64]
 
@@ -102,7 +104,70 @@ def test_sapo(
     assert_allclose(gradient(loss, log_probs), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gpg"])
+@given(rows=sequences, beta=st.floats(0.01, 5.0))
+def test_dro(rows: list[list[tuple[float, float, float, bool]]], beta: float) -> None:
+    new, old, advantages, _ = columns(rows)
+    log_probs = torch.from_numpy(new).requires_grad_()
+    loss, _ = flat_loss("dro", log_probs, old, advantages, dro_beta=beta)
+    assert_allclose(
+        loss.detach().numpy(), beta / 2 * (new - old) ** 2 - advantages * new, atol=1e-9
+    )
+    assert_allclose(gradient(loss, log_probs), beta * (new - old) - advantages, atol=1e-9)
+
+
+@given(rows=sequences, threshold=st.floats(0.01, 20.0))
+def test_m2po(rows: list[list[tuple[float, float, float, bool]]], threshold: float) -> None:
+    """Tokens are left out one after the other, from the furthest on, until the mean is below the threshold."""
+    new, old, advantages, mask = columns(rows)
+    distances = (new - old) ** 2
+    kept = list(np.flatnonzero(mask))
+    kept.sort(key=lambda i: distances[i])
+    assume(len(set(distances[kept])) == len(kept))
+    while len(kept) > 1 and distances[kept].mean() >= threshold:
+        kept.pop()
+    log_probs = torch.from_numpy(new).requires_grad_()
+    loss, metrics = policy_loss(
+        PolicyLossConfig(loss_mode="m2po"),
+        log_probs,
+        torch.from_numpy(old),
+        torch.from_numpy(advantages),
+        mask=torch.from_numpy(mask),
+        lengths=[len(new)],
+        m2_threshold=threshold,
+    )
+    is_kept = np.zeros(len(new), bool)
+    is_kept[kept] = True
+    expected = np.where(is_kept, -advantages * np.exp(new - old), 0.0)
+    assert_allclose(loss.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+    assert_allclose(gradient(loss, log_probs), expected, rtol=1e-9, atol=1e-12)
+    assert (metrics["actor/pg_clipfrac"].numpy() == ~is_kept)[mask].all()
+
+
+@given(rows=sequences, ratio=st.floats(0.01, 1.0), low=st.floats(-2.0, 2.0))
+def test_clip_cov_cuts_a_share_of_the_tokens_in_the_range(
+    rows: list[list[tuple[float, float, float, bool]]], ratio: float, low: float
+) -> None:
+    new, old, advantages, _ = columns(rows)
+    covariances = (advantages - advantages.mean()) * (new - new.mean())
+    assume((np.abs(covariances - low) > 1e-9).all())
+    assume((np.abs(covariances - low - 1.0) > 1e-9).all())
+    arrays = (torch.from_numpy(new), old, advantages)
+    whole, is_clipped = clipped_surrogate(
+        torch.from_numpy(np.exp(new - old)), torch.from_numpy(advantages), low=0.2, high=0.28
+    )
+    options = {"clip_cov_ratio": ratio, "clip_cov_lb": low, "clip_cov_ub": low + 1.0}
+    loss, metrics = flat_loss("clip_cov", *arrays, **options)
+    is_cut = metrics["actor/pg_clipfrac"].numpy()
+    can_be_cut = (covariances > low) & (covariances < low + 1.0) & ~is_clipped.numpy()
+    assert not is_cut[~can_be_cut].any()
+    assert is_cut.sum() == min(can_be_cut.sum(), max(1, int(ratio * len(new))))
+    assert_allclose(loss.numpy(), np.where(is_cut, 0.0, whole.numpy()), rtol=1e-12)
+    assert torch.equal(flat_loss("clip_cov", *arrays, **options)[0], loss)
+
+
+@pytest.mark.parametrize(
+    "mode", ["vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gpg", "m2po"]
+)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
     log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -120,11 +185,26 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
 def test_a_loss_that_there_is_not_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"loss_mode is 'ppo'; expected one of cispo, dppo_kl, .*, vanilla, or PATH\.py:function",
+        match=r"loss_mode is 'ppo'; expected one of cispo, clip_cov, .*, vanilla, or PATH\.py:function",
     ):
         PolicyLossConfig(loss_mode="ppo")
-    with pytest.raises(ConfigError, match="tau_neg is 0"):
-        PolicyLossConfig(tau_neg=0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("sapo", {"tau_neg": 0.0}, "tau_neg is 0.0; expected a finite number above 0"),
+        ("sapo", {"tau": 1.0}, "an option is 'tau'; expected tau_pos, tau_neg"),
+        ("gpg", {"tau_neg": 1.0}, "an option is 'tau_neg'; expected no options"),
+        ("dro", {}, "dro_beta is 0.0; expected a finite number above 0"),
+        ("kl_cov", {"kl_cov_ratio": 0.0}, "kl_cov_ratio is 0.0; expected a number in (0, 1]"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused(
+    mode: str, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        PolicyObjective(PolicyLossConfig(loss_mode=mode), options)
 
 
 def test_metrics_of_a_loss_are_means_over_the_tokens_that_count(tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ def test_scores_that_are_not_finite(verl: Any) -> None:
 def test_names_that_verl_alone_has(verl: Any) -> None:
     estimators = {getattr(name, "value", name) for name in verl.algos.ADV_ESTIMATOR_REGISTRY}
     ours = set(ESTIMATORS.names) & estimators
-    assert len(ours) == 8
+    assert len(ours) == 9
     losses = set(verl.algos.POLICY_LOSS_REGISTRY)
-    assert set(POLICY_LOSSES.names) <= losses
+    assert set(POLICY_LOSSES.names) - losses == {"m2po"}
     for name in (estimators - ours) | (losses - set(POLICY_LOSSES.names)):
         assert f"`{name}`" in PAGE, name
     for name in ("grpo", "rloo"):
@@ -128,7 +128,11 @@ def test_names_that_verl_alone_has(verl: Any) -> None:
     assert verl_advantages(verl, "rloo", [0.5])[0, 0] == 0.5
     assert not verl_advantages(verl, "rloo_vectorized", [0.5]).any()
     assert verl.algos.agg_loss(torch.ones(2, 3), torch.ones(2, 3), "token-sum") == 6.0
-    for settings in ({"loss_agg_mode": "token-sum"}, {"loss_mode": "dro"}, {"kl_loss_type": "abs"}):
+    for settings in (
+        {"loss_agg_mode": "token-sum"},
+        {"loss_mode": "bypass_mode"},
+        {"kl_loss_type": "abs"},
+    ):
         with pytest.raises(ConfigError, match="one of"):
             PolicyLossConfig(**settings)  # pyright: ignore[reportArgumentType]
 
@@ -192,6 +196,20 @@ def test_sapo_is_aggregated_as_asked(verl: Any) -> None:
         ours[mode] = float((torch.from_numpy(np.concatenate(weights)) * loss).sum())
     assert ours["seq-mean-token-mean"] == pytest.approx(seq_mean.item())
     assert ours["token-mean"] != pytest.approx(seq_mean.item())
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
+def test_ratios_are_bounded(verl: Any, loss_mode: str) -> None:
+    log_probs, old = torch.zeros(1, 2), torch.full((1, 2), -30.0)
+    advantages = torch.tensor([[-1.0, -1.0]])
+    arrays = log_probs, old, advantages, torch.ones(1, 2)
+    theirs, _ = verl_loss(verl, actor_of(verl), arrays, "token-mean", loss_mode)
+    flat = [x.flatten() for x in arrays]
+    ours, _ = policy_loss(
+        PolicyLossConfig(loss_mode=loss_mode), *flat[:3], mask=flat[3].bool(), lengths=[2]
+    )
+    assert theirs > np.exp(29.9)
+    assert np.exp(19.9) < float(ours.mean()) < np.exp(20.1)
 
 
 def own_metrics(log_probs: torch.Tensor, samples: list[list[Sample]]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from hypothesis import assume, given, strategies as st
 from numpy.typing import NDArray
 
 from gcore_trainer import (
-    AdvantageConfig,
     BatchTotals,
     KLControlConfig,
     KLController,
@@ -169,8 +168,48 @@ def test_advantages_of_groups_that_are_compared(verl: Any, name: str, seed: int)
             rewards=[batch.rows(rewards)[row] for row in rows],
             masks=[batch.masks[row] for row in rows],
         )
-        advantages += get_advantage_estimator(name)(scored, AdvantageConfig())[0]
+        advantages += get_advantage_estimator(name)(scored)[0]
     batch.assert_equal(advantages, expected)
+
+
+@given(seed=seeds, is_normed=st.booleans(), has_weights=st.booleans())
+def test_gdpo(verl: Any, seed: int, is_normed: bool, has_weights: bool) -> None:
+    batch = Batch.of(seed, has_empty=False)
+    num = len(batch.lengths)
+    index = np.arange(num) // 2
+    index[-1] = index[-2]
+    parts = {"right": batch.rng.normal(size=num), "short": 100 * batch.rng.normal(size=num)}
+    weights = {"right": 1.0, "short": 0.25 if has_weights else 1.0}
+    # verl writes a part on the last token that is no padding.
+    batch.mask[range(num), [length - 1 for length in batch.lengths]] = 1.0
+    padding = torch.tensor(
+        [[float(t < n) for t in range(batch.mask.shape[1])] for n in batch.lengths]
+    )
+    expected, _ = verl.algos.get_adv_estimator_fn("gdpo")(
+        torch.zeros_like(batch.mask),
+        response_mask=batch.mask,
+        index=index,
+        norm_adv_by_std_in_grpo=is_normed,
+        config={
+            "gdpo_reward_keys": [*parts],
+            "gdpo_reward_weights": [*weights.values()] if has_weights else None,
+        },
+        non_tensor_batch=parts,
+        batch={"prompts": padding[:, :0], "attention_mask": padding.long()},
+    )
+    advantages: list[NDArray[Any]] = []
+    for group in range(max(index) + 1):
+        rows = np.flatnonzero(index == group)
+        scored = ScoredGroup(
+            rewards=[np.zeros(batch.lengths[row]) for row in rows],
+            masks=[batch.masks[row] for row in rows],
+            parts=[{name: values[row] for name, values in parts.items()} for row in rows],
+        )
+        options = {"gdpo_rewards": weights, "norm_adv_by_std_in_grpo": is_normed}
+        advantages += get_advantage_estimator("gdpo")(scored, **options)[0]
+    # What is divided by almost nothing is rounding.
+    assume(np.std([row[0] for row in advantages]) > 1e-2)
+    batch.assert_equal(whitened(advantages, batch), expected)
 
 
 def batch_of_scores(batch: Batch, scores: NDArray[np.float64]) -> torch.Tensor:
@@ -245,7 +284,7 @@ POLICY_LOSSES: dict[str, PolicyLossConfig] = {
     ),
     "gspo": PolicyLossConfig(loss_mode="gspo", clip_ratio_low=0.05, clip_ratio_high=0.1),
     "cispo": PolicyLossConfig(loss_mode="cispo", clip_ratio_low=0.3, clip_ratio_high=0.4),
-    "sapo": PolicyLossConfig(loss_mode="sapo", tau_pos=1.1, tau_neg=1.7),
+    "sapo": PolicyLossConfig(loss_mode="sapo"),
     "dppo_tv": PolicyLossConfig(
         loss_mode="dppo_tv", clip_ratio_low=0.05, clip_ratio_high=0.1, clip_ratio_c=4.0
     ),
@@ -254,6 +293,17 @@ POLICY_LOSSES: dict[str, PolicyLossConfig] = {
     ),
     "geo_mean": PolicyLossConfig(loss_mode="geo_mean", clip_ratio_low=0.3, clip_ratio_high=0.4),
     "gpg": PolicyLossConfig(loss_mode="gpg"),
+    "dro": PolicyLossConfig(loss_mode="dro"),
+    "clip_cov": PolicyLossConfig(loss_mode="clip_cov", clip_ratio_low=0.2, clip_ratio_high=0.3),
+    "clip_cov, one of several": PolicyLossConfig(loss_mode="clip_cov"),
+    "kl_cov": PolicyLossConfig(loss_mode="kl_cov"),
+}
+OPTIONS: dict[str, dict[str, float]] = {
+    "sapo": {"tau_pos": 1.1, "tau_neg": 1.7},
+    "dro": {"dro_beta": 0.3},
+    "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 3.0},
+    "clip_cov, one of several": {"clip_cov_lb": 0.01},
+    "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7},
 }
 
 
@@ -270,19 +320,27 @@ def test_policy_loss_and_gradient(
         # verl takes those of a sequence.
         advantages = advantages[:, :1].expand_as(advantages)
         weights = weights[:, :1].expand_as(weights)
+    if config.loss_mode in ("clip_cov", "kl_cov"):
+        scale = min(scale, 2.0)  # verl does not bound their ratios
     log_probs = (old + batch.normal(scale)).requires_grad_()
+    options = OPTIONS.get(name, {})
+    if name == "clip_cov, one of several":
+        # The draw is that of torch's generator, seeded with the number of tokens to choose from.
+        whole = options | {"clip_cov_ratio": 1.0}
+        _, candidates = our_policy_loss(config, batch, log_probs, old, advantages, whole)
+        torch.manual_seed(int(candidates["actor/pg_clipfrac"].sum()))
     expected, metrics = verl.algos.get_policy_loss_fn(config.loss_mode)(
         old,
         log_probs,
         advantages,
         batch.mask,
         mode,
-        verl_actor(verl, config, len(batch.lengths)),
+        verl_actor(verl, config, len(batch.lengths), **options),
         weights,
     )
     (expected_gradient,) = torch.autograd.grad(expected, log_probs)
 
-    loss, own_metrics = our_policy_loss(config, batch, log_probs, old, advantages)
+    loss, own_metrics = our_policy_loss(config, batch, log_probs, old, advantages, options)
     # The weights of rollout correction multiply the loss of each token, whatever the loss.
     shares = batch.weights(mode) * batch.flat(weights) * loss
     (gradient,) = torch.autograd.grad(shares.sum(), log_probs)
@@ -296,14 +354,17 @@ def test_policy_loss_and_gradient(
         )
 
 
-def verl_actor(verl: Any, config: PolicyLossConfig, num_sequences: int) -> Any:
-    names = ["clip_ratio_low", "clip_ratio_high", "tau_pos", "tau_neg"]
+def verl_actor(verl: Any, config: PolicyLossConfig, num_sequences: int, **options: float) -> Any:
+    temperatures = {name: options.pop(name) for name in ("tau_pos", "tau_neg") if name in options}
     actor = verl.ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         use_dynamic_bsz=True,
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
         clip_ratio_c=config.clip_ratio_c or 3.0,
-        **{name: getattr(config, name) for name in names},
+        policy_loss=verl.PolicyLossConfig(**options),
+        **temperatures,
     )
     actor.global_batch_info["global_batch_size"] = num_sequences
     return actor
@@ -315,6 +376,7 @@ def our_policy_loss(
     log_probs: torch.Tensor,
     old: torch.Tensor,
     advantages: torch.Tensor,
+    options: dict[str, float],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return policy_loss(
         config,
@@ -323,11 +385,13 @@ def our_policy_loss(
         batch.flat(advantages),
         mask=batch.flat(batch.mask).bool(),
         lengths=batch.lengths,
+        **options,
     )
 
 
 def test_every_policy_loss_is_compared() -> None:
-    assert {config.loss_mode for config in POLICY_LOSSES.values()} == set(BUILT_IN.names)
+    names = {config.loss_mode for config in POLICY_LOSSES.values()}
+    assert names | {"m2po"} == set(BUILT_IN.names)  # which verl does not have
 
 
 KL_KINDS: list[KLPenalty] = ["k1", "k2", "k3", "k1+", "k3+"]

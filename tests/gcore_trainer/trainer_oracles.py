@@ -238,12 +238,12 @@ def padded_loss(
 
 
 def packed_gradients(
-    packed: PackedModel, micro_batches: list[MicroBatch], config: PolicyLossConfig
+    packed: PackedModel, micro_batches: list[MicroBatch], config: PolicyLossConfig, **options: float
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Policy loss and gradients of one `TorchTrainer.train_step` that changes nothing."""
     optimizer = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
     metrics = TorchTrainer(
-        packed, optimizer=optimizer, objective=PolicyObjective(config)
+        packed, optimizer=optimizer, objective=PolicyObjective(config, options)
     ).train_step(micro_batches)
     loss = metrics["actor/pg_loss"] + config.kl_loss_coef * metrics.get("actor/kl_loss", 0.0)
     return loss, gradients(packed.model)

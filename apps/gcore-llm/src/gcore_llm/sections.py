@@ -409,7 +409,7 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
 
     @property
     def compares(self) -> bool:
-        """Whether responses of a group are compared with each other."""
+        """True if responses of a group are compared with each other."""
         return self.method not in ("score", "rubric")
 
 

@@ -33,8 +33,7 @@ def pair_round(scheme: Scheme, order: Sequence[int], results: Mapping[Pair, floa
     """Return the pairs of the next round; none: the comparisons are over.
 
     Args:
-        order: the draw, of two or more responses. Of a tied pair of a knock-out, the response that comes first in it
-            goes on.
+        order: the draw, of two or more responses. If a pair of a knock-out ties, the first in the draw stays in.
         results: points of the first of each pair of the rounds before: 1 if it won, 0.5 for a tie, 0 if it lost.
     """
     match scheme:
