@@ -17,6 +17,8 @@ from tiny_jobs import HOLDING
 
 from gcore_ckpt import Checkpointer
 
+RANKS = ["--trainer.num-processes", "2"]
+
 
 def num_steps(run: Path) -> int:
     return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
@@ -24,18 +26,11 @@ def num_steps(run: Path) -> int:
 
 @pytest.fixture
 def args(own_args: list[str]) -> list[str]:
-    """Two ranks, six steps, no checkpoint in the run's folder before the last."""
+    """Six steps, no checkpoint in the run's folder before the last."""
     args = option_set(
         option_set(own_args, "--actor.optim.lr", "1e-4"), "--trainer.total-training-steps", "6"
     )
-    args += [
-        "--trainer.num-processes",
-        "2",
-        "--trainer.save-freq",
-        "1000",
-        "--trainer.max-ckpt-to-keep",
-        "5",
-    ]
+    args += ["--trainer.save-freq", "1000", "--trainer.max-ckpt-to-keep", "5"]
     return [*args, "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
 
 
@@ -45,7 +40,14 @@ def test_a_killed_run_continues_from_this_machine(cli: Cli, args: list[str]) -> 
     (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(args, "--reward", "holding.py:reward")
     cli.ok(*args, "--name", "whole")
-    local = [*args, "--local-checkpoints.folder", str(cli.cwd / "local"), "--name", "killed"]
+    local = [
+        *args,
+        *RANKS,
+        "--local-checkpoints.folder",
+        str(cli.cwd / "local"),
+        "--name",
+        "killed",
+    ]
     run = cli.cwd / "runs/killed"
     command = cli.start(*local)
     command.wait_until(lambda: num_steps(run) >= 3)
@@ -108,7 +110,7 @@ def test_a_rank_and_its_disk_are_lost(
     cli.ok(*args, "--name", "whole")
     run = cli.cwd / "runs/default"
     command = cli.start(
-        *(*args, "--runtime", "ray", "--ray.address", machines.address),
+        *(*args, *RANKS, "--runtime", "ray", "--ray.address", machines.address),
         *("--local-checkpoints.folder", "$LOCAL_DISK/checkpoints"),
     )
     command.wait_until(lambda: num_steps(run) >= 3)
