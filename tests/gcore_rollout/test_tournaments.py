@@ -58,7 +58,8 @@ def test_groups_of_any_size(scheme: Any, size: int, seed: int, noise: float) -> 
         "swiss": size // 2 * num_rounds,
     }
     assert len(pairs) == 2 * num_pairs[scheme]
-    assert judge.model.engine.calls == (1 if scheme == "all_pairs" else num_rounds)
+    engine: Any = judge.model.engine
+    assert engine.calls == (1 if scheme == "all_pairs" else num_rounds)
     for text, score in zip(texts, scores, strict=True):
         wins = [say(text, b) == "Winner: A" for a, b in pairs if a == text]
         wins += [say(a, text) == "Winner: B" for a, b in pairs if b == text]
@@ -128,7 +129,8 @@ def test_agreement_with_all_pairs() -> None:
             judge = pairwise(say, scheme=scheme)
             scores = [r.score for r in asyncio.run(compared(judge, *texts))]
             assert len(meetings(judge)) == {"knockout": 14, "swiss": 24}[scheme]
-            taus[scheme].append(kendalltau(reference, scores).statistic)
+            result: Any = kendalltau(reference, scores)
+            taus[scheme].append(result.statistic)
             num_equal[scheme] += reference[int(np.argmax(scores))] == max(reference)
     tau = {scheme: float(np.mean(values)) for scheme, values in taus.items()}
     for scheme in TOURNAMENTS:

@@ -403,20 +403,20 @@ async def _start_judge(
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
     settings = judge.settings
     path = model_folder(judge.path, setting=judge.path_setting)
-    drops = settings.unparsable_score is None
+    score = settings.unparsable_score
     if settings.method == "score" or settings.method == "rubric":
         make = partial(
             JudgeReward,
             parse=settings.scores(),
             reduce=settings.reduce,
-            on_unparsable="drop" if drops else settings.unparsable_score,
+            on_unparsable="drop" if score is None else score,
             rubric_key="rubric" if settings.method == "rubric" else "",
         )
     else:
         make = partial(
             PairwiseJudge,
             parse=make_winner_parser(settings.pattern),
-            on_unparsable="drop" if drops else "tie",
+            on_unparsable="drop" if score is None else "tie",
             scheme=settings.method,
         )
     template = settings.question()

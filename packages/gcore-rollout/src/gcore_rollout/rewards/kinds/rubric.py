@@ -29,7 +29,7 @@ def read_rubric(row: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]
     """Return the criteria in a column of a row; `RewardError` if it has no rubric, or a wrong one."""
     rubric = column(row, name, "the criteria of its rubric")
     field = f"the row's {name!r}"
-    is_list = isinstance(rubric, Sequence) and not isinstance(rubric, str) and len(rubric) > 0
+    is_list = isinstance(rubric, list | tuple) and bool(rubric)
     accepted = "a list of one or more {'description': text, 'weight': number}"
     require(field, rubric, is_list, accepted, RewardError)
     weights: list[float] = []
