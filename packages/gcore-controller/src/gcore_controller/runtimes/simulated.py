@@ -68,8 +68,15 @@ def run_simulated(
     """
     group = InlineGroup(world_size)
     run = run_inline(program, roles=roles, world_size=world_size, timeout_s=timeout_s, group=group)
+    results: list[ResultT] = []
+
+    async def collect_results() -> None:
+        # They are not the task's value, because a Runner formats that when it restores the handler of SIGINT.
+        results.extend(await run)
+
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         try:
-            return runner.run(run)
+            runner.run(collect_results())
         except StuckError as error:
             raise StuckError(f"{error}: {group.describe_whereabouts()}") from None
+    return results
