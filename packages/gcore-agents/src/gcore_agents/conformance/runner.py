@@ -15,6 +15,7 @@ from gcore_agents.conformance.case import Case
 from gcore_agents.conformance.errors import CaseNotApplicableError, MismatchError
 from gcore_agents.conformance.scripted import ScriptedEngine, write_turn
 from gcore_agents.conformance.templates import make_encoder, read_template
+from gcore_agents.conformance.turns import ModelTurn
 from gcore_agents.conformance.wire.anthropic import AnthropicClient
 from gcore_agents.conformance.wire.chat import ChatClient
 from gcore_agents.conformance.wire.client import WireClient
@@ -84,10 +85,10 @@ class ScriptedEndpoint:
             MismatchError: the endpoint does not do what the case expects.
             CaseNotApplicableError: the chat template cannot write or render what the case has.
         """
-        encoder, facts = _load_template(template)
+        encoder, facts, _ = _load_template(template)
         if dialect != "completions":
             _check_needs(case, facts)
-        turns = [write_turn(encoder, turn) for turn in case.script]
+        turns = [_write_turn(template, turn) for turn in case.script]
         engine = ScriptedEngine(encoder=encoder, turns=turns, delay_s=case.delay_s)
         session = Session(
             session_id=f"{case.name}-{dialect}-{template}",
@@ -211,12 +212,21 @@ async def _drive(case: Case, agent: CaseAgent) -> None:
 
 
 @lru_cache(maxsize=2)
-def _load_template(name: str) -> tuple[ChatEncoder, TemplateFacts]:
+def _load_template(name: str) -> tuple[ChatEncoder, TemplateFacts, dict[str, list[int]]]:
     encoder = make_encoder(read_template(name))
     try:
-        return encoder, check_template(encoder)
+        return encoder, check_template(encoder), {}
     except MessageError as error:
         raise MismatchError(str(error)) from error
+
+
+def _write_turn(template: str, turn: ModelTurn) -> list[int]:
+    """Return the tokens of a turn, which are written once for all cases and dialects."""
+    encoder, _, written = _load_template(template)
+    text = str(turn)
+    if text not in written:
+        written[text] = write_turn(encoder, turn)
+    return written[text]
 
 
 def _check_needs(case: Case, facts: TemplateFacts) -> None:
