@@ -48,7 +48,9 @@ def test_wrong_arguments(arguments: dict[str, Any], expected: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(
+    tied: TinyModel, tmp_path_factory: pytest.TempPathFactory, vllm_forks: None
+) -> Iterator[str]:
     port = free_port()
     command = [
         # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.

@@ -277,7 +277,7 @@ async def test_samples_without_seeds(tied: TinyModel) -> None:
     request = make_request("r", 9, n=4, max_tokens=30)
     found: list[list[list[int]]] = []
     for _ in range(2):
-        engine = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[], seed_per_sample=False)
+        engine = make_engine("vllm", tied, eos_token_ids=[], seed_per_sample=False)
         before = torch.get_rng_state().tolist(), str(np.random.get_state())
         first = await collect(engine, request)
         again = await collect(engine, replace(request, seed=1))
@@ -294,7 +294,7 @@ async def test_samples_without_seeds(tied: TinyModel) -> None:
 @pytest.mark.slow
 async def test_cached_prefixes_are_of_one_version(tied: TinyModel) -> None:
     """A prompt is found again as long as its weights last; samples in flight leave nothing behind for later ones."""
-    engine: Any = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[])
+    engine: Any = make_engine("vllm", tied, eos_token_ids=[])
     cached: dict[int, list[int]] = {}
     step: Callable[[], list[Any]] = engine._engine.step
 
@@ -354,7 +354,7 @@ def _places(model: torch.nn.Module) -> dict[str, int]:
 async def test_steps_that_overlap(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, where vLLM turns it off: tokens have the version that drew them, and no step is in flight in a pause."""
     overlap_steps(monkeypatch)
-    engine: Any = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[])
+    engine: Any = make_engine("vllm", tied, eos_token_ids=[])
     queue = engine._engine.engine_core.engine_core.batch_queue
 
     def in_flight() -> int:

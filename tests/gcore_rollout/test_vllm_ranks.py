@@ -17,6 +17,7 @@ from engine_oracles import (
     assert_equal,
     collect,
     errors,
+    make_engine,
     make_request,
     make_tiny_mixture,
 )
@@ -77,12 +78,12 @@ def test_buckets_of_whole_layers() -> None:
 
 
 async def test_two_devices_are_as_one(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = VLLMEngine.from_pretrained(tied.path, max_num_seqs=8)
+    whole = make_engine("vllm", tied, max_num_seqs=8)
     expected = await collect(whole, *REQUESTS)
     await whole.close()
 
     environment = dict(os.environ)
-    engine = VLLMEngine.from_pretrained(tied.path, max_num_seqs=8, tensor_parallel_size=2)
+    engine: Any = make_engine("vllm", tied, max_num_seqs=8, tensor_parallel_size=2)
     assert os.environ.get("OMP_NUM_THREADS") == environment.get("OMP_NUM_THREADS")
     workers = descendants(os.getpid(), WORKER)
     assert len(workers) == 2
@@ -275,7 +276,11 @@ async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
     # What Ray is to pickle must not name it.
     assert importlib.import_module("torch._dynamo.config")
     make: Any = partial(
-        VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2
+        VLLMEngine.from_pretrained,
+        tied.path,
+        max_num_seqs=2,
+        tensor_parallel_size=2,
+        kv_cache_memory_bytes=64 << 20,
     )
     handle = EngineHandle.start(make, num_cpus=0, num_threads=2)
     engine: RayEngine[Any, Any] = await RayEngine.connect(handle)

@@ -1,6 +1,7 @@
 """`VLLMServerEngine` on a real `vllm serve`: all that every engine promises."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ globals().update(PROMISES)
 
 
 @pytest.fixture(scope="module")
-def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(
+    tied: TinyModel, tmp_path_factory: pytest.TempPathFactory, vllm_forks: None
+) -> Iterator[str]:
     options = ["--worker-extension-cls", "slow_vllm_worker.SlowWorker"]
     options += ["--max-num-seqs", str(MAX_NUM_SEQS)]
-    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    env = {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])}
     log = tmp_path_factory.mktemp("vllm") / "log"
     with served_by_vllm(tied.path, *options, log=log, env=env) as address:
         client = ServerClient(address, timeout_s=600)

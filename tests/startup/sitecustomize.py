@@ -43,15 +43,15 @@ class _NotForPeft:
 def _is_heavy(command: list[str]) -> bool:
     """Whether a fork takes its place.
 
-    That is a worker of Ray, a fork server, a rank of vLLM, a launcher of ranks, or what a test asks one for.
+    That is a worker of Ray, a fork server, a rank or server of vLLM, a launcher of ranks, or what a test asks one for.
     """
     match command:
         case ["-X", "fork", *_]:
             return True
+        case ["-c", _, "--multiprocessing-fork"] | ["-m", "vllm.entrypoints.openai.api_server", *_]:
+            return os.environ["GCORE_TESTS_FORKS"].endswith("-vllm")
         case ["-m", module, *_]:
             return module.startswith("gcore_") and "GCORE_TESTS_FORK_MODULES" in os.environ
-        case ["-c", _, "--multiprocessing-fork"]:
-            return os.environ["GCORE_TESTS_FORKS"].endswith("-vllm")
         case ["-c", code]:
             return any(server in code for server in _FORK_SERVERS)
         case [path, *_]:
