@@ -33,12 +33,10 @@ from megatron_groups import leave_groups
 
 import gcore_trainer.megatron.trainer
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.planning.dry_run import plan as plan_images
+from gcore_diffusion.planning.dry_run import make_denoiser, weight_bytes
 from gcore_diffusion.planning.shapes import (
     INPUTS,
-    fake_weights,
     image_shape,
-    part_without_weights,
     shape_folder as pipeline_folder,
 )
 from gcore_diffusion.recipes.published import PUBLISHED
@@ -48,7 +46,6 @@ from gcore_llm.recipes.large import LARGE
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_runs.simulation.forecast import dry_run_device
 from gcore_trainer import (
-    Denoiser,
     MegatronTrainer,
     OptimizerConfig,
     PackedModel,
@@ -219,18 +216,19 @@ def _view_of_images(config: DiffusionConfig) -> RankView:
     """Compute an image at one step as a rank of FSDP2 does."""
     folder = pipeline_folder(config.model)
     size = config.trainer.num_processes
-    model = part_without_weights(folder, "transformer")
+    denoiser = make_denoiser(config, folder)
+    planned_bytes = weight_bytes(config, denoiser)
+    model = denoiser.model
     inputs = INPUTS[type(model).__name__]
     assert config.rollout.image_size is not None
     image = image_shape(folder, config.rollout.image_size, config.rollout.max_sequence_length)
     dtype: torch.dtype = getattr(torch, config.actor.dtype)
-    denoiser = Denoiser(
-        model, lora=config.actor.lora, compute_dtype=dtype, gradient_checkpointing=True
-    )
     with _fake_ranks(0, size):
         mesh = TorchParallel.join(ParallelConfig()).mesh
-        with fake_weights(model):
-            denoiser.shard(mesh)
+        denoiser.shard(mesh)
+        # The positions of tokens are constants.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
             loaded_bytes = sum(local(p).nbytes for p in model.parameters())
             with RecordedCollectives() as recorded:
                 with torch.autocast("cpu", dtype=dtype):
@@ -240,7 +238,7 @@ def _view_of_images(config: DiffusionConfig) -> RankView:
         rank=0,
         num_ranks=size,
         loaded_bytes=loaded_bytes,
-        planned_bytes=plan_images(config, folder).memory["training rank"]["weights"],
+        planned_bytes=planned_bytes,
         calls=recorded.calls,
     )
 

@@ -70,10 +70,11 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> N
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora
     )
+    is_meta = next(model.parameters()).is_meta
     # It draws each A, from the generator that others draw from.
     with torch.random.fork_rng():
         try:
-            peft.inject_adapter_in_model(settings, model)
+            peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=is_meta)
         except ValueError as error:
             raise ConfigError(f"target_modules is {names}: {error}") from None
     for name, module in model.named_modules():
@@ -92,7 +93,7 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> N
         check_start(start, {name: tuple(p.shape) for name, p in trained.items()}, config)
     with torch.no_grad():
         for name, parameter in trained.items():
-            if start or name.endswith(A_OF):
+            if not is_meta and (start or name.endswith(A_OF)):
                 parameter.copy_(initial_value(name, parameter.shape, start))
 
 

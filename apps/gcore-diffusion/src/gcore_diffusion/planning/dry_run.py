@@ -103,17 +103,9 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
         "pass": float(pass_bytes),
         "decoding": float(decoding_bytes(parts["vae"], image, dtype)),
     }
-    model = part_without_weights(folder, "transformer")
-    is_checkpointed = actor.enable_gradient_checkpointing
-    if is_checkpointed == "auto":
-        is_checkpointed = counts["transformer"] >= LARGE_MODEL
+    denoiser_model = make_denoiser(config, folder)
+    model = denoiser_model.model
     compute_dtype: torch.dtype = getattr(torch, actor.dtype)
-    denoiser_model = Denoiser(
-        model,
-        lora=actor.lora,
-        gradient_checkpointing=is_checkpointed,
-        compute_dtype=compute_dtype,
-    )
     num_trained = sum(p.numel() for p in denoiser_model.trained_parameters().values())
     num_shards = _num_shards(config, model)
     gathered = 0
@@ -122,13 +114,12 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     reference = 0
     if has_reference_pass(config) and actor.lora is None:
         reference = sum(p.nbytes for p in denoiser_model.initial().parameters().values())
-    weights = sum(p.nbytes for p in denoiser_model.parameters().values())
     peak = training_bytes(model, inputs, num_halves * actor.micro_batch_size, compute_dtype)
     _, _, optimizer = state_bytes(
         0.0, float(num_trained), float(num_trained), compute_bytes=_FLOAT32_BYTES
     )
     rank = {
-        "weights": weights / num_shards,
+        "weights": weight_bytes(config, denoiser_model),
         "reference": reference / num_shards,
         "optimizer": optimizer / num_shards,
         "average": 0.0,
@@ -145,6 +136,26 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
         output=output,
         memory={"engine": engine, "training rank": rank},
     )
+
+
+def make_denoiser(config: DiffusionConfig, folder: Path) -> Denoiser:
+    """Make the model in training on torch's meta device."""
+    model = part_without_weights(folder, "transformer")
+    is_checkpointed = config.actor.enable_gradient_checkpointing
+    if is_checkpointed == "auto":
+        is_checkpointed = _num_parameters(model) >= LARGE_MODEL
+    return Denoiser(
+        model,
+        lora=config.actor.lora,
+        gradient_checkpointing=is_checkpointed,
+        compute_dtype=getattr(torch, config.actor.dtype),
+    )
+
+
+def weight_bytes(config: DiffusionConfig, denoiser: Denoiser) -> float:
+    """Return the bytes of the parameters that a training rank has."""
+    num_bytes = sum(p.nbytes for p in denoiser.parameters().values())
+    return num_bytes / _num_shards(config, denoiser.model)
 
 
 def dry_run(config: DiffusionTrainArgs) -> None:
