@@ -116,6 +116,7 @@ def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_commands")
 def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     options = [
         "--quick",
