@@ -187,7 +187,7 @@ class Judge:
     template: str = ""
     """The question, as for `str.format` without attributes and indexes; a literal brace is doubled, and braces in
     values have no meaning. Fields are those that the class names, and columns of the row. Empty: the class's own."""
-    parse: Callable[[str], float | None]
+    parse: Callable[[str], float | None] = field(default_factory=make_score_parser)
     """Reads the number in a verdict; None: it cannot be read."""
 
     question: ClassVar[str]
@@ -233,7 +233,6 @@ class Judge:
 class _ScoreJudge(Judge):
     """The base of judges whose verdicts are scores."""
 
-    parse: Callable[[str], float | None] = field(default_factory=make_score_parser)
     reduce: Reduce = "mean"
     """How several verdicts become one score."""
 
