@@ -5,6 +5,7 @@ the first generation, and from there round to the next step's; ``--files`` lists
 """
 
 import contextlib
+import importlib
 import inspect
 import io
 import json
@@ -19,7 +20,14 @@ from types import CodeType, FrameType
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "apps"), str(ROOT / "tests" / "startup")]
 
-NUM_STEPS = 4
+NUM_STEPS = 3
+LIBRARIES = (
+    "plotly.offline",
+    "torch.utils.tensorboard",
+    "torchdata.nodes",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What a run imports of others: tracing it would take longer than the run."""
 PARTS = {"start": "from the command line to the first step", "step": "one GRPO step"}
 
 
@@ -97,6 +105,8 @@ def trace() -> StepTrace:
     from gcore_llm.cli import main
     from gcore_llm.tiny_model import make_tiny_model
 
+    for name in LIBRARIES:
+        importlib.import_module(name)
     found = StepTrace()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         make_tiny_model(Path(folder) / "model", seed=0)
