@@ -66,6 +66,7 @@ HEAVY = {
 }
 VLLM = (
     "vllm.engine.arg_utils",
+    "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.executor.multiproc_executor",

@@ -56,6 +56,11 @@ class Command:
             assert time.monotonic() < deadline, self.out
             time.sleep(0.02)
 
+    def wait_for_steps(self, run: Path, count: int) -> None:
+        """Wait until a run has recorded so many training steps."""
+        metrics = run / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and len(step_rows(run)) >= count)
+
     def wait(self) -> Finished:
         if not self.has_ended(TIMEOUT_S):
             self.send(signal.SIGKILL)

@@ -170,7 +170,7 @@ def test_interrupt_saves_the_last_finished_step(
     reached = 0
     for number in (signal.SIGTERM, signal.SIGUSR1):
         command = cli.start(*args)
-        while steps_done(run) <= reached and not command.has_ended(0.002):
+        while steps_done(run) <= reached and not command.has_ended(0.01):
             pass
         command.has_ended(rng.uniform(0, 0.1))
         command.send(number)
