@@ -14,17 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm import TrainConfig, embedded, train
-from gcore_trainer import AdvantageConfig, ScoredGroup, advantage_estimator
+from gcore_trainer import ScoredGroup, advantage_estimator
 
 
 # The decorator declares what the estimator needs; see it for a critic, a greedy response or whitened advantages.
 @advantage_estimator(min_group_size=2)
-def win_rate(group: ScoredGroup, config: AdvantageConfig) -> Sequence[NDArray[np.floating]]:
+def win_rate(group: ScoredGroup) -> Sequence[NDArray[np.floating]]:
     """Compare every response to a prompt with every other: only the order of scores counts, and not their scale.
 
     A_i = (number of responses that i beats - number that beat it) / (n - 1)
     """
-    del config
     scores = group.scores
     wins = np.sign(scores[:, None] - scores).sum(axis=1)
     return group.at_every_token(wins / (len(scores) - 1))

@@ -6,6 +6,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_origin
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
@@ -33,10 +34,12 @@ def page(name: str) -> str:
 
 
 def _table(keys: Mapping[str, Key], configs: tuple[type, ...]) -> str:
-    known = {setting for config in configs for setting in setting_types(config)}
+    types = {name: kind for config in configs for name, kind in setting_types(config).items()}
+    tables = {name for name, kind in types.items() if get_origin(kind) is dict}
     rows = ["", "| theirs | here |", "|---|---|"]
     for name, key in keys.items():
-        ours = [f"`{setting}`" for setting in key.ours if setting in known]
+        known = (s for s in key.ours if s in types or s.rpartition(".")[0] in tables)
+        ours = [f"`{setting}`" for setting in known]
         rows += [f"| `{name}` | {', '.join(ours)} |"] if ours else []
     rows += ["", "Missing here, unless off:", "", "| theirs | what there is |", "|---|---|"]
     rows += [

@@ -169,7 +169,7 @@ def test_my_advantage(own_args: list[str], tmp_path: Path) -> None:
     estimator = get_advantage_estimator(config.algorithm.adv_estimator)
     rewards = [np.array([0.0, score]) for score in (3.0, 1.0, 1.0, -100.0)]
     group = ScoredGroup(rewards=rewards, masks=[np.ones(2, np.bool_)] * 4)
-    advantages, returns = estimator(group, config.algorithm)
+    advantages, returns = estimator(group)
     assert [a.tolist() for a in advantages] == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [-1.0, -1.0]]
     assert returns is None
     result = train(config)

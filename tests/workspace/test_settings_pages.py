@@ -15,7 +15,7 @@ def test_ranges_defaults_and_meanings_are_there() -> None:
     expected = (
         "| `train_batch_size` | integer, 1 or more | `32` | Prompts a step, each with rollout.n responses. |",
         '| `target_modules` | list of text | `["all-linear"]` |',
-        "| `lam` | a number in [0, 1] | `1.0` |",
+        "| `clip_ratio_low` | a number in [0, 1] | `0.2` |",
         '| `schedule` | `sync`, `one_step_off`, `async` | `"sync"` |',
     )
     assert [row for row in expected if row not in text] == []

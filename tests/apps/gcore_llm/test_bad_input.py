@@ -109,7 +109,28 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--algorithm.kl-ctrl.kl-coef", "0.1"],
             "it is read with algorithm.adv_estimator gae, reinforce_plus_plus",
         ),
-        (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
+        (
+            ["--algorithm.adv-estimator", "gae", "--algorithm.options.lam", "1.5"],
+            "algorithm.options.lam is 1.5; expected a number in [0, 1]",
+        ),
+        (
+            ["--algorithm.options.tau-pos", "2"],
+            "algorithm.options.tau_pos is 2; expected norm_adv_by_std_in_grpo with algorithm.adv_estimator 'grpo' and "
+            "actor.loss.loss_mode 'vanilla'",
+        ),
+        (
+            ["--actor.loss.loss-mode", "sapo", "--algorithm.options.tau-pos", "many"],
+            "algorithm.options.tau_pos is 'many'; expected a valid number",
+        ),
+        (
+            ["--actor.loss.loss-mode", "dro"],
+            "algorithm.options.dro_beta is 0.0; expected a finite number above 0",
+        ),
+        (
+            ["--algorithm.adv-estimator", "gdpo"],
+            "algorithm.options.gdpo_rewards is None; expected a table of finite weights, by the names of the reward's",
+        ),
+        (["--algorithm.lam", "0.9"], "did you mean --algorithm.options.lam?"),
         (
             ["--algorithm.rollout-correction.rollout-is", "token"],
             "algorithm.rollout_correction.rollout_is is 'token'; expected None with algorithm.old_log_probs 'rollout'",

@@ -41,6 +41,7 @@ def prepared(
             log_probs=np.zeros(s.response_ids.size, np.float32),
             weight_versions=np.zeros(s.response_ids.size, np.int32),
             score=score,
+            parts={"right": score},
         )
         for s, score in zip(samples, scores, strict=True)
     ]
@@ -189,6 +190,7 @@ def algorithm_of(estimator: str) -> AlgorithmConfig:
     has_rewards = get_advantage_estimator(estimator).reads_token_rewards
     return AlgorithmConfig(
         adv_estimator=estimator,
+        options={"gdpo_rewards": {"right": 1.0}} if estimator == "gdpo" else {},
         old_log_probs="trainer",
         kl_ctrl=KLControlConfig(kl_coef=0.1 if has_rewards else 0.0),
         rollout_correction=RolloutCorrectionConfig(
@@ -211,6 +213,19 @@ def test_masked_out_tokens_are_never_read(estimator: str, poison: float) -> None
     for one, other in zip(clean, dirty, strict=True):
         for field in ("response_mask", "advantages", "returns", "rollout_is_weights"):
             np.testing.assert_array_equal(getattr(one, field), getattr(other, field))
+
+
+def test_gdpo_reads_the_parts_of_the_reward() -> None:
+    """The part is the score in `prepared`, and a whitened one has the mean 0 and the deviation 1."""
+    gdpo = AlgorithmConfig(adv_estimator="gdpo", options={"gdpo_rewards": {"right": 1.0}})
+    samples, _ = prepared(gdpo, make_samples(), [1.0, 0.0, 0.5])
+    counted = np.concatenate([s.advantages[s.mask] for s in samples])
+    assert counted.mean() == pytest.approx(0, abs=1e-6)
+    assert counted.std(ddof=1) == pytest.approx(1, abs=1e-5)
+    assert samples[0].advantages.max() > 0 > samples[1].advantages.min()
+    unknown = replace(gdpo, options={"gdpo_rewards": {"short": 1.0}})
+    with pytest.raises(BatchError, match=r"^parts is {'right': 1.0}; expected a part 'short'"):
+        prepared(unknown, make_samples(), [1.0, 0.0, 0.5])
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "rollout_log_probs", "ref_log_probs", "values"])

@@ -333,8 +333,10 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
     earlier: dict[str, Any] = {
         "sim": {"devices": 512},
         "warmup": {"max_steps": 500},
+        "algorithm": {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 0.95},
         "actor": {
-            "optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}
+            "loss": {"tau_pos": 1.0, "tau_neg": 1.05},
+            "optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95},
         },
         "critic": {"optim": {"lr": 1e-5, "eps": 1e-6}, "loss": {"cliprange_value": 0.2}},
         "rollout": {
@@ -346,6 +348,7 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
         "trainer": {"best_mode": "max", "prometheus_port": 9464},
     }
     assert translate_removed(earlier) == {
+        "algorithm": {"options": {"lam": 0.95}},
         "actor": {"optim": {"lr": 1e-6, "eps": 1e-8}},
         "critic": {"optim": {"eps": 1e-6}, "cliprange_value": 0.2},
         "rollout": {"engine_options": {"async_scheduling": True, "max_num_batched_tokens": 512}},

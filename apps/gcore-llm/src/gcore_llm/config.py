@@ -1,8 +1,8 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
@@ -30,7 +30,6 @@ from gcore_runs import (
     BaseRolloutConfig,
     Bound,
     Count,
-    Fraction,
     NonNegative,
     ReadWith,
     UserError,
@@ -48,7 +47,8 @@ from gcore_trainer import (
     OverlongConfig,
     RolloutCorrectionConfig,
     get_advantage_estimator,
-    has_dual_clip,
+    get_policy_loss,
+    options_type,
 )
 
 
@@ -117,20 +117,17 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     """From scores to advantages.
 
     Example:
-        >>> AlgorithmConfig(adv_estimator="gae", lam=0.95).estimator.needs_critic
+        >>> AlgorithmConfig(adv_estimator="gae", options={"lam": 0.95}).estimator.needs_critic
         True
     """
 
     adv_estimator: str = "grpo"
-    """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, maxrl,
-    grpo_passk), a greedy response (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, to learn from
+    """How scores become advantages: against the group (grpo, dr_grpo, gdpo, rloo, reinforce_plus_plus_baseline, opo,
+    maxrl, grpo_passk), a greedy response (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, with
     distillation.teachers alone (distillation); or by your own function (PATH.py:function)."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation, in grpo and grpo_passk."""
-    gamma: Fraction = 1.0
-    """Discount per token, in reinforce_plus_plus and gae."""
-    lam: Fraction = 1.0
-    """Weight of longer horizons, in gae."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, listed in docs/reference/algorithms.md; on
+    the command line --algorithm.options.NAME and a value."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
@@ -143,8 +140,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Raises for a name that there is not.
-        assert self.estimator
+        # Raises for an estimator that there is not, and for values of its options.
+        assert self.advantage_options is not None
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -154,37 +151,41 @@ class AlgorithmConfig(BaseAlgorithmConfig):
         except ConfigError as error:
             raise UserError(f"algorithm.{error}") from None
 
+    @property
+    def advantage_options(self) -> dict[str, Any]:
+        """The options of the advantage estimator; `UserError` if a value does not fit."""
+        return self._options_of(self.estimator.function)
 
-def _needs_critic(name: str) -> bool:
-    return get_advantage_estimator(name).needs_critic
+    def loss_options(self, loss_mode: str) -> dict[str, Any]:
+        """Return the options of the policy loss of this name; raise `UserError` if a value does not fit."""
+        return self._options_of(get_policy_loss(loss_mode))
+
+    def _options_of(self, function: Callable[..., Any]) -> dict[str, Any]:
+        kind = options_type(function)
+        own = {f.name: self.options[f.name] for f in fields(kind) if f.name in self.options}
+        return asdict(override(kind, own, "algorithm.options"))
 
 
-def _reads_token_rewards(name: str) -> bool:
-    return get_advantage_estimator(name).reads_token_rewards
-
-
+_NEEDS_CRITIC = Bound(
+    lambda name: get_advantage_estimator(name).needs_critic,
+    "gae, or PATH.py:function with a critic",
+)
+_READS_TOKEN_REWARDS = Bound(
+    lambda name: get_advantage_estimator(name).reads_token_rewards,
+    "gae, reinforce_plus_plus, or PATH.py:function that reads rewards of tokens",
+)
+_HAS_DUAL_CLIP = Bound(
+    lambda loss_mode: getattr(get_policy_loss(loss_mode), "has_dual_clip", False),
+    "vanilla, dppo_tv, dppo_kl, or PATH.py:function",
+)
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
-_CLIPS = one_of("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", own=True)
+_CLIPS = one_of("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", own=True)
 _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
 _READ_WITH = (
     ReadWith(
-        settings=("algorithm.norm_adv_by_std_in_grpo",),
-        chosen_by={_ESTIMATOR: one_of("grpo", "grpo_passk", own=True)},
-    ),
-    ReadWith(
-        settings=("algorithm.gamma",),
-        chosen_by={_ESTIMATOR: one_of("gae", "reinforce_plus_plus", own=True)},
-    ),
-    ReadWith(settings=("algorithm.lam",), chosen_by={_ESTIMATOR: one_of("gae", own=True)}),
-    ReadWith(
         settings=("algorithm.kl_ctrl.kl_coef",),
-        chosen_by={
-            _ESTIMATOR: Bound(
-                _reads_token_rewards,
-                "gae, reinforce_plus_plus, or PATH.py:function that reads rewards of tokens",
-            )
-        },
+        chosen_by={_ESTIMATOR: _READS_TOKEN_REWARDS},
         hint="actor.loss.kl_loss_coef is read with all",
     ),
     ReadWith(
@@ -216,14 +217,7 @@ _READ_WITH = (
         settings=("actor.loss.clip_ratio_low", "actor.loss.clip_ratio_high"),
         chosen_by={_LOSS: _CLIPS},
     ),
-    ReadWith(
-        settings=("actor.loss.clip_ratio_c",),
-        chosen_by={_LOSS: Bound(has_dual_clip, "vanilla, dppo_tv, dppo_kl, or PATH.py:function")},
-    ),
-    ReadWith(
-        settings=("actor.loss.tau_pos", "actor.loss.tau_neg"),
-        chosen_by={_LOSS: one_of("sapo", own=True)},
-    ),
+    ReadWith(settings=("actor.loss.clip_ratio_c",), chosen_by={_LOSS: _HAS_DUAL_CLIP}),
     ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
     ReadWith(
         settings=("actor.loss.max_response_length",),
@@ -233,10 +227,7 @@ _READ_WITH = (
         settings=("actor.activation_offload", "actor.compile"),
         chosen_by={"trainer.backend": one_of("torch")},
     ),
-    ReadWith(
-        settings=("critic",),
-        chosen_by={_ESTIMATOR: Bound(_needs_critic, "gae, or PATH.py:function with a critic")},
-    ),
+    ReadWith(settings=("critic",), chosen_by={_ESTIMATOR: _NEEDS_CRITIC}),
     ReadWith(settings=("distillation.coef",), chosen_by={"distillation.teachers": IS_SET}),
     ReadWith(settings=("distillation.source_key",), chosen_by={"distillation.sources": IS_SET}),
     ReadWith(
@@ -335,6 +326,7 @@ class TrainConfig(BaseRLConfig):
         # Raises for an entry that the optimizer does not have.
         assert self.critic_optimizer
         algorithm = self.algorithm
+        self._check_options()
         rollout = self.rollout
         longest = self.data.max_length
         response = self.data.max_response_length
@@ -401,17 +393,13 @@ class TrainConfig(BaseRLConfig):
             rollout.check_precision()
         self._check_memory_settings()
         has_adapters = self.actor.lora_rank > 0
-        if trainer.megatron_config.overlap_param_gather is True and has_adapters:
-            raise UserError(
-                "trainer.megatron.overlap_param_gather is true; expected auto or false with actor.lora_rank"
-            )
-        if trainer.megatron_config.transformer_engine is True and (
-            has_adapters or self.device == "cpu"
-        ):
-            condition = "actor.lora_rank" if has_adapters else "device cpu"
-            raise UserError(
-                f"trainer.megatron.transformer_engine is true; expected auto or false with {condition}"
-            )
+        on_cpu = self.device == "cpu"
+        unfit = {"overlap_param_gather": has_adapters, "transformer_engine": has_adapters or on_cpu}
+        condition = "actor.lora_rank" if has_adapters else "device cpu"
+        for name, is_unfit in unfit.items():
+            if is_unfit and getattr(trainer.megatron_config, name) is True:
+                expected = f"expected auto or false with {condition}"
+                raise UserError(f"trainer.megatron.{name} is true; {expected}")
         if self.runtime == "ray" and rollout.is_on_servers:
             self._check_servers_on_ray()
         if self.data.image_key:
@@ -505,6 +493,19 @@ class TrainConfig(BaseRLConfig):
             max_failed_share=self.reward_calls.max_failed_share,
         )
 
+    def _check_options(self) -> None:
+        algorithm = self.algorithm
+        loss = self.actor.loss.loss_mode
+        known = algorithm.advantage_options
+        # Without options the default loss has nothing to check, and is not imported.
+        if algorithm.options or loss != "vanilla":
+            known |= algorithm.loss_options(loss)
+        chosen = f"{_ESTIMATOR} {algorithm.adv_estimator!r} and {_LOSS} {loss!r}"
+        expected = f"{', '.join(known) or 'no options'} with {chosen}"
+        for name, value in algorithm.options.items():
+            if name not in known:
+                raise UserError(f"algorithm.options.{name} is {value!r}; expected {expected}")
+
     def _check_group(self) -> None:
         algorithm = self.algorithm
         needed_by = {
@@ -522,11 +523,8 @@ class TrainConfig(BaseRLConfig):
         """Raise `UserError` for settings of a cluster that servers of the policy do not take."""
         num_urls = len(self.rollout.urls)
         engine = f"rollout.engine {self.rollout.engine!r} and runtime 'ray'"
-        self.require(
-            "controllers",
-            self.controllers <= num_urls,
-            f"at most one for each of the {num_urls} rollout.urls",
-        )
+        expected = f"at most one for each of the {num_urls} rollout.urls"
+        self.require("controllers", self.controllers <= num_urls, expected)
         self.require(
             "rollout.colocated", self.rollout.colocated is not True, f"auto or false with {engine}"
         )

@@ -23,7 +23,6 @@ from .advantages.rollout_correction import (
     rollout_correction as rollout_correction,
 )
 from .config import (
-    AdvantageConfig as AdvantageConfig,
     DPOConfig as DPOConfig,
     KLControlConfig as KLControlConfig,
     LossAggMode as LossAggMode,
@@ -37,7 +36,8 @@ from .config import (
     RewardModelLossConfig as RewardModelLossConfig,
     RolloutCorrectionConfig as RolloutCorrectionConfig,
     ValueLossConfig as ValueLossConfig,
-    has_dual_clip as has_dual_clip,
+    get_policy_loss as get_policy_loss,
+    options_type as options_type,
 )
 from .diffusion.config import (
     DenoisingPolicyConfig as DenoisingPolicyConfig,

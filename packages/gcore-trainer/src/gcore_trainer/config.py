@@ -4,12 +4,13 @@ import importlib.util
 import math
 import pkgutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache, cached_property
+from inspect import signature
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from gcore_trainer.errors import ConfigError
 
@@ -87,9 +88,10 @@ def _load_function(path: Path, name: str, setting: str) -> Callable[..., Any]:
 POLICY_LOSSES = Registry("gcore_trainer.losses.policy", "loss_mode")
 
 
-def has_dual_clip(loss_mode: str) -> bool:
-    """Return whether the policy loss of this name, or ``PATH.py:function``, reads ``clip_ratio_c``."""
-    return getattr(POLICY_LOSSES.load(loss_mode), "has_dual_clip", False)
+@cache
+def get_policy_loss(loss_mode: str) -> Callable[..., Any]:
+    """Return the policy loss of this name, or ``PATH.py:function``; raise `ConfigError` if there is none."""
+    return POLICY_LOSSES.load(loss_mode)
 
 
 class ConfigBound(NamedTuple):
@@ -123,6 +125,7 @@ Count = Annotated[int, AT_LEAST_1]
 AboveZero = Annotated[float, ABOVE_ZERO]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Fraction = Annotated[float, ConfigBound(lambda v: 0 <= v <= 1, "a number in [0, 1]")]
+FractionAbove0 = Annotated[float, ConfigBound(lambda v: 0 < v <= 1, "a number in (0, 1]")]
 _Length = Annotated[int | None, ConfigBound(lambda v: v is None or v >= 1, "1 or more")]
 
 
@@ -154,6 +157,42 @@ def _bounds(config_class: Any) -> list[tuple[str, ConfigBound]]:
                 accepted += ", or none"
             bounds.append((field.name, ConfigBound(choices.__contains__, accepted)))
     return bounds
+
+
+@cache
+def options_type(*functions: Callable[..., Any]) -> type[Any]:
+    """Return a dataclass of the keyword-only parameters of algorithms: their options, with bounds and defaults.
+
+    Example:
+        >>> def my_loss(tokens, config, *, tau: AboveZero = 1.0): ...
+        >>> options_type(my_loss)(tau=2.0)
+        AlgorithmOptions(tau=2.0)
+    """
+    options: dict[str, tuple[str, Any, Any]] = {}
+    for function in functions:
+        parameters = signature(function).parameters.values()
+        own = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        # A function without options may have annotations that do not resolve.
+        hints = get_type_hints(function, include_extras=True) if own else {}
+        for parameter in own:
+            name = parameter.name
+            options[name] = (name, hints.get(name, Any), parameter.default)
+    return make_dataclass(
+        "AlgorithmOptions", options.values(), bases=(CheckedConfig,), frozen=True, kw_only=True
+    )
+
+
+def read_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an algorithm, with its defaults for those that are not given.
+
+    Raises:
+        ConfigError: an option that the algorithm does not have, or a value out of its bounds.
+    """
+    kind = options_type(function)
+    names = [field.name for field in fields(kind)]
+    for name in options:
+        require("an option", name, name in names, ", ".join(names) or "no options")
+    return asdict(kind(**options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,23 +232,6 @@ class OptimizerConfig(CheckedConfig):
         warmup = self.lr_warmup_steps
         accepted = f"more than lr_warmup_steps={warmup}, or 0 where it is not known yet"
         require("total_training_steps", total, total == 0 or total > warmup, accepted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig(CheckedConfig):
-    """The settings that advantage estimators read.
-
-    Example:
-        >>> AdvantageConfig(gamma=0.99, lam=0.95)
-        AdvantageConfig(norm_adv_by_std_in_grpo=True, gamma=0.99, lam=0.95)
-    """
-
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation, in grpo and grpo_passk."""
-    gamma: Fraction = 1.0
-    """Discount per token, in reinforce_plus_plus and gae."""
-    lam: Fraction = 1.0
-    """Weight of longer horizons, in gae."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,10 +381,6 @@ class PolicyLossConfig(CheckedConfig):
     ] = None
     """Dual clip: bound of the loss of a negative advantage, in advantages; above 1. Bound of the ratio in dppo_tv and
     dppo_kl."""
-    tau_pos: AboveZero = 1.0
-    """SAPO: steepness of the gate for advantages above 0."""
-    tau_neg: AboveZero = 1.05
-    """SAPO: steepness of the gate for other advantages."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses (see `aggregation_weights`)."""
     kl_loss_coef: NotNegative = 0.0

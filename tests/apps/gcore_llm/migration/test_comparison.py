@@ -55,6 +55,12 @@ VERL = {
     "baseline, sapo": (
         "algorithm.adv_estimator=reinforce_plus_plus_baseline",
         f"{ACTOR}.policy_loss.loss_mode=sapo",
+        f"{ACTOR}.tau_neg=1.5",
+    ),
+    "kl_cov": (
+        "algorithm.adv_estimator=grpo",
+        f"{ACTOR}.policy_loss.loss_mode=kl_cov",
+        f"{ACTOR}.policy_loss.kl_cov_ratio=0.2",
     ),
     "KL in the reward": (
         "algorithm.adv_estimator=reinforce_plus_plus",

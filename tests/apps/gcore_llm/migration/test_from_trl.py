@@ -125,7 +125,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("loss_type=dr_grpo", "scale_rewards=none"),
         {
             "actor.loss.loss_agg_mode": "seq-mean-token-sum-norm",
-            "algorithm.norm_adv_by_std_in_grpo": False,
+            "algorithm.options": {"norm_adv_by_std_in_grpo": False},
         },
     ),
     "GSPO": (
@@ -149,8 +149,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     ),
     "SAPO": (
         "grpo",
-        ("loss_type=sapo",),
-        {"actor.loss.loss_mode": "sapo", "actor.loss.loss_agg_mode": "seq-mean-token-mean"},
+        ("loss_type=sapo", "sapo_temperature_neg=1.4"),
+        {
+            "actor.loss.loss_mode": "sapo",
+            "actor.loss.loss_agg_mode": "seq-mean-token-mean",
+            "algorithm.options": {"tau_pos": 1.0, "tau_neg": 1.4},
+        },
     ),
     "KL": (
         "grpo",

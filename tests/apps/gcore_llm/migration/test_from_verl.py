@@ -232,11 +232,41 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "SAPO aggregates by sequence": (
         (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.2"),
-        {"actor.loss.loss_agg_mode": "seq-mean-token-mean", "actor.loss.tau_neg": 1.2},
+        {
+            "actor.loss.loss_agg_mode": "seq-mean-token-mean",
+            "algorithm.options": {"tau_neg": 1.2},
+        },
     ),
     "SAPO in the section of the loss": (
         (f"{ACTOR}.policy_loss.loss_mode=sapo", f"+{ACTOR}.policy_loss.tau_neg=1.2"),
-        {"actor.loss.tau_neg": 1.2},
+        {"algorithm.options": {"tau_neg": 1.2}},
+    ),
+    "Clip-Cov": (
+        (f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=0.5"),
+        {"actor.loss.loss_mode": "clip_cov", "algorithm.options": {"clip_cov_lb": 0.5}},
+    ),
+    "KL-Cov": (
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1.0"),
+        {"actor.loss.loss_mode": "kl_cov", "algorithm.options": {"ppo_kl_coef": 1.0}},
+    ),
+    "DRO": (
+        (f"{ACTOR}.policy_loss.loss_mode=dro", f"{ACTOR}.policy_loss.dro_beta=0.3"),
+        {"actor.loss.loss_mode": "dro", "algorithm.options": {"dro_beta": 0.3}},
+    ),
+    "GDPO": (
+        (
+            "algorithm.adv_estimator=gdpo",
+            "+algorithm.gdpo_reward_keys=[right,short]",
+            "+algorithm.gdpo_reward_weights=[1.0,0.5]",
+        ),
+        {
+            "algorithm.adv_estimator": "gdpo",
+            "algorithm.options": {"gdpo_rewards": {"right": 1.0, "short": 0.5}},
+        },
+    ),
+    "GAE": (
+        ("algorithm.adv_estimator=gae", "algorithm.lam=0.95", f"{ACTOR}.tau_neg=1.2"),
+        {"algorithm.adv_estimator": "gae", "algorithm.options": {"lam": 0.95}},
     ),
     "routes replayed in Megatron": (
         ("model_engine=megatron", f"{ACTOR}.megatron.router_replay.mode=R2"),
@@ -260,7 +290,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ),
         {
             "actor.loss.loss_agg_mode": "seq-mean-token-sum-norm",
-            "algorithm.norm_adv_by_std_in_grpo": False,
+            "algorithm.options": {"norm_adv_by_std_in_grpo": False},
         },
     ),
     "unbiased KL in the loss": (
@@ -484,10 +514,10 @@ MISSING = {
     f"{ROLLOUT}.top_k": "50",
     f"{ROLLOUT}.name": "sglang",
     f"{ACTOR}.loss_agg_mode": "token-sum",
-    f"{ACTOR}.policy_loss.loss_mode": "clip_cov",
+    f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
     f"{ACTOR}.entropy_coeff": "-0.1",
     f"{ACTOR}.quux": None,
-    "algorithm.adv_estimator": "gdpo",
+    "algorithm.adv_estimator": "optimal_token_baseline",
     f"{ROLLOUT}.multi_turn.enable": "True",
     "trainer.device": "npu",
     f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": "0.01",

@@ -20,7 +20,6 @@ from gcore_llm.learning.pieces import list_pieces
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Completion, Group, PromptImages
 from gcore_trainer import (
-    AdvantageConfig,
     Images,
     KLController,
     Sample,
@@ -106,11 +105,6 @@ async def prepare(
         divergence = await follow_divergence(
             all_samples, algorithm.kl_ctrl.kl_penalty, kl, group.all_gather
         )
-    settings = AdvantageConfig(
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-    )
     estimator = get_advantage_estimator(algorithm.adv_estimator)
     greedy_scores = [g.greedy_score for g in groups]
     metrics = await add_advantages(
@@ -118,9 +112,10 @@ async def prepare(
         rewards,
         greedy_scores,
         estimator,
-        settings,
+        algorithm.advantage_options,
         group.all_gather,
         credits=[scored.center_credit() for scored in groups],
+        parts=[[response.parts for response in scored.responses] for scored in groups],
     )
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":

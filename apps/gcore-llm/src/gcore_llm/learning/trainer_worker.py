@@ -210,7 +210,9 @@ def _build(
         optim: ActorOptimConfig = actor.optim
         lora = actor.lora
         longest = actor.loss.max_response_length or config.data.max_response_length
-        objective = gcore_trainer.PolicyObjective(replace(actor.loss, max_response_length=longest))
+        options = config.algorithm.loss_options(actor.loss.loss_mode)
+        loss = replace(actor.loss, max_response_length=longest)
+        objective = gcore_trainer.PolicyObjective(loss, options)
     else:
         optim = config.critic_optimizer
         lora = None

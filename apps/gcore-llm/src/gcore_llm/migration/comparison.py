@@ -15,7 +15,13 @@ import tyro
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import Conversion
-from gcore_llm.migration.fixed_batch import NUM_PROMPTS, BatchResult, FixedBatch, computed_here
+from gcore_llm.migration.fixed_batch import (
+    NUM_PROMPTS,
+    BatchResult,
+    FixedBatch,
+    computed_here,
+    part_weights,
+)
 from gcore_runs import Checked, NonNegative, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
@@ -131,6 +137,10 @@ def computed_by_verl(
     theirs = {name.removeprefix(_VERL_ACTOR): value for name, value in (original or {}).items()}
     algos: Any = import_module("verl.trainer.ppo.core_algos")
     loss = config.actor.loss
+    options = config.algorithm.loss_options(loss.loss_mode)
+    for name, value in options.items():
+        options[name] = theirs.get(name, theirs.get(f"policy_loss.{name}", value))
+    temperatures = {name: options.pop(name) for name in ("tau_pos", "tau_neg") if name in options}
     mask = batch.mask
     old = batch.pad(batch.old)
     reference = batch.pad(batch.reference)
@@ -149,15 +159,16 @@ def computed_by_verl(
     count = len(batch.lengths)
     mode = theirs.get("loss_agg_mode", loss.loss_agg_mode)
     scale = {"loss_scale_factor": loss.max_response_length or config.data.max_response_length}
-    actor: Any = import_module("verl.workers.config.actor").ActorConfig(
+    module: Any = import_module("verl.workers.config.actor")
+    actor = module.ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         use_dynamic_bsz=True,
         clip_ratio_low=theirs.get("clip_ratio_low", loss.clip_ratio_low),
         clip_ratio_high=theirs.get("clip_ratio_high", loss.clip_ratio_high),
         clip_ratio_c=theirs.get("clip_ratio_c", loss.clip_ratio_c or 1e6),
-        tau_pos=theirs.get("tau_pos", loss.tau_pos),
-        tau_neg=theirs.get("tau_neg", loss.tau_neg),
+        policy_loss=module.PolicyLossConfig(**options),
+        **temperatures,
     )
     actor.global_batch_info.update(global_batch_size=count, **scale)
     policy = algos.get_policy_loss_fn(theirs.get("policy_loss.loss_mode", loss.loss_mode))
@@ -179,21 +190,32 @@ def _verl_advantages(
 ) -> torch.Tensor:
     algorithm = config.algorithm
     name = algorithm.adv_estimator
+    options = algorithm.advantage_options
     if name == "gae":
         values = batch.pad(batch.values)
         return algos.compute_gae_advantage_return(
-            rewards, values, batch.mask, algorithm.gamma, algorithm.lam
+            rewards, values, batch.mask, options["gamma"], options["lam"]
         )[0]
     arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": batch.mask}
     if name == "remax":
         arguments["reward_baselines"] = torch.from_numpy(np.repeat(batch.greedy_scores, batch.n))
     elif name == "reinforce_plus_plus":
-        arguments["config"] = SimpleNamespace(gamma=algorithm.gamma)
+        arguments["config"] = SimpleNamespace(gamma=options["gamma"])
     else:
         arguments["index"] = np.repeat(np.arange(NUM_PROMPTS), batch.n)
-    if name in ("grpo", "dr_grpo"):
-        arguments["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo and name == "grpo"
-        name = "grpo"
+    if name in ("grpo", "dr_grpo", "gdpo", "grpo_passk"):
+        is_normed = options.get("norm_adv_by_std_in_grpo", False)
+        arguments["norm_adv_by_std_in_grpo"] = is_normed
+        weights = part_weights(config)
+        arguments["config"] = {
+            "norm_adv_by_std_in_grpo": is_normed,
+            "gdpo_reward_keys": [*weights],
+            "gdpo_reward_weights": [*weights.values()],
+        }
+        name = name.removeprefix("dr_")
+    if name == "gdpo":
+        arguments["non_tensor_batch"] = batch.parts
+        arguments["batch"] = {"prompts": batch.mask[:, :0], "attention_mask": batch.mask.long()}
     if name not in algos.ADV_ESTIMATOR_REGISTRY:
         raise UserError(
             f"algorithm.adv_estimator is {name!r}; expected an estimator that verl has, too"
@@ -328,7 +350,7 @@ def _trl_options(config: TrainConfig) -> dict[str, Any]:
             raise UserError(
                 f"{reason}; expected grpo, an aggregation of GRPO, DAPO or Dr. GRPO, k3 and no correction"
             )
-    is_normed = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
+    is_normed = algorithm.advantage_options.get("norm_adv_by_std_in_grpo", False)
     options: dict[str, Any] = {
         "scale_rewards": "group" if is_normed else "none",
         "loss_type": _LOSS_TYPES[loss.loss_agg_mode],
@@ -345,11 +367,9 @@ def _trl_options(config: TrainConfig) -> dict[str, Any]:
         case "cispo":
             options |= {"loss_type": "cispo", "epsilon_high": 1.0 + loss.clip_ratio_high}
         case "sapo":
-            temperatures = {
-                "sapo_temperature_pos": loss.tau_pos,
-                "sapo_temperature_neg": loss.tau_neg,
-            }
-            options |= {"loss_type": "sapo", **temperatures}
+            options["loss_type"] = "sapo"
+            for name, tau in algorithm.loss_options("sapo").items():
+                options[name.replace("tau_", "sapo_temperature_")] = tau
         case _:
             raise UserError(
                 f"actor.loss.loss_mode is {loss.loss_mode!r}; expected vanilla, gspo, cispo or sapo"

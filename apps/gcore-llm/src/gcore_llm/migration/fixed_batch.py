@@ -4,6 +4,7 @@ Shapes: B responses, R padded response tokens, N response tokens end to end with
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -60,6 +61,8 @@ class FixedBatch:
     reference: NDArray[np.float32]
     values: NDArray[np.float32]
     entropies: NDArray[np.float32]
+    parts: Mapping[str, NDArray[np.float64]]
+    """[B] of each part of the reward that the estimator reads."""
 
     @classmethod
     def of(cls, config: TrainConfig, *, seed: int) -> "FixedBatch":
@@ -85,6 +88,7 @@ class FixedBatch:
             reference=near(old, 0.3),
             values=rng.normal(size=old.size).astype(np.float32),
             entropies=np.abs(rng.normal(size=old.size)).astype(np.float32),
+            parts={name: rng.normal(size=len(lengths)) for name in part_weights(config)},
         )
 
     @cached_property
@@ -111,12 +115,18 @@ class FixedBatch:
         return self.pad(np.ones(sum(self.lengths)))
 
 
+def part_weights(config: TrainConfig) -> Mapping[str, float]:
+    """Return the weights of the parts of the reward that the estimator reads, by name."""
+    return config.algorithm.advantage_options.get("gdpo_rewards", {})
+
+
 def computed_here(config: TrainConfig, batch: FixedBatch) -> BatchResult:
     """Return what a run with these settings makes of the batch; the overlong penalty is left out of the scores."""
     algorithm = replace(config.algorithm, overlong=OverlongConfig())
     samples = asyncio.run(run_inline(_prepare_samples(algorithm, batch), roles=None))[0]
     longest = config.actor.loss.max_response_length or config.data.max_response_length
-    objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
+    settings = replace(config.actor.loss, max_response_length=longest)
+    objective = PolicyObjective(settings, algorithm.loss_options(settings.loss_mode))
     log_probs = torch.from_numpy(batch.current).double().requires_grad_()
     scores = TokenScores(log_probs=log_probs, entropies=torch.from_numpy(batch.entropies).double())
     loss, _ = objective.partial_loss(
@@ -158,6 +168,7 @@ def _prepare_samples(algorithm: Any, batch: FixedBatch) -> Any:
                 log_probs=fields["rollout_log_probs"],
                 weight_versions=np.zeros(length, np.int32),
                 score=float(batch.scores[index]),
+                parts={name: float(values[index]) for name, values in batch.parts.items()},
             )
             responses.append(response)
         group = Group(

@@ -398,11 +398,12 @@ def policy_loss(c: Conversion, method: str) -> None:
             c.missing["num_iterations"] = "RLOO's ratio is of whole responses; here it is of tokens"
         return
     scales = {"group": True, True: True, "none": False, False: False}
-    c.put(
-        "algorithm.norm_adv_by_std_in_grpo",
-        c.one_of("scale_rewards", scales, True, "by the group or not"),
-        "scale_rewards",
-    )
+    is_normed = c.one_of("scale_rewards", scales, True, "by the group or not")
+    options: dict[str, Any] = {}
+    sources: list[str] = []
+    if not is_normed:
+        options["norm_adv_by_std_in_grpo"] = False
+        sources.append("scale_rewards")
     loss = c.get("loss_type")
     has_own_ratio = loss in ("cispo", "sapo")
     c.put(
@@ -428,7 +429,12 @@ def policy_loss(c: Conversion, method: str) -> None:
             text = f"in TRL a weight is at most {bound:g}; here the bound is 1 or more, and 1 is written"
             c.missing[high_name] = text
     if loss == "sapo":
-        c.copy("sapo_temperature_pos", "sapo_temperature_neg")
+        for name in ("pos", "neg"):
+            temperature = f"sapo_temperature_{name}"
+            options[f"tau_{name}"] = number_of(c, temperature)
+            sources.append(temperature)
+    if options:
+        c.put("algorithm.options", options, *sources)
     if c.has("delta") and not has_own_ratio and level == "token":
         c.copy("delta")
     c.put("actor.loss.kl_loss_coef", beta, "beta")

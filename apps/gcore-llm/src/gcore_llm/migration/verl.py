@@ -14,41 +14,32 @@ from gcore_llm.migration.conversion import (
     as_list,
     convert_trackers,
     folder_name,
-    keep_names,
     number_of,
 )
 from gcore_llm.migration.inputs import SourceConfig
+from gcore_llm.migration.verl_algorithm import (
+    ACTOR,
+    ASYNC,
+    BYPASSES,
+    algorithm,
+    options,
+    policy_loss,
+)
 from gcore_rollout import engine_kind
 from gcore_runs.migration.keys import Key, find_key, read_keys
 from gcore_runs.settings.checks import convert_value, flatten
 
-ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 
-_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_KL_IN_LOSS = _KL | {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
-_ESTIMATORS = {
-    **keep_names("grpo", "gae", "rloo", "remax", "reinforce_plus_plus"),
-    **keep_names("reinforce_plus_plus_baseline", "opo", "grpo_passk"),
-    "grpo_vectorized": "grpo",
-    "rloo_vectorized": "rloo",
-}
-_LOSSES = keep_names("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "geo_mean", "gpg")
-_AGGREGATIONS = keep_names(
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-)
 _OPTIMIZERS = {"AdamW": "adamw", "adam": "adamw", "adamw": "adamw", "AdamW8bit": "adamw_8bit"}
-_CORRECTION = "algorithm.rollout_correction"
-_BYPASSES = (f"{_CORRECTION}.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
 _OVERLONG_BUFFERS = (
     "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward_model.overlong_buffer",
 )
-_ASYNC = "async_training"
-_SYNC_STEPS = f"{_ASYNC}.trigger_parameter_sync_step"
-_FETCHED = f"{_ASYNC}.require_batches"
+_SYNC_STEPS = f"{ASYNC}.trigger_parameter_sync_step"
+_FETCHED = f"{ASYNC}.require_batches"
 _FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 _TEACHERS = "distillation.teacher_models"
 _BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
@@ -59,7 +50,7 @@ def convert_verl_config(source: SourceConfig) -> Conversion:
     """Return the conversion of a config of verl's PPO trainer."""
     values = flatten(source.values)
     is_fully_async = "fully_async" in source.trainer or any(
-        name.startswith(f"{_ASYNC}.") for name in values
+        name.startswith(f"{ASYNC}.") for name in values
     )
     conversion = Conversion(
         library="verl",
@@ -68,7 +59,7 @@ def convert_verl_config(source: SourceConfig) -> Conversion:
         keys={**read_keys("verl"), **_teacher_keys(values)},
         values=values,
         trainer=source.trainer or (_FULLY_ASYNC if is_fully_async else "verl.trainer.main_ppo"),
-        defaults={_BYPASSES[0]: True} if is_fully_async else {},
+        defaults={BYPASSES[0]: True} if is_fully_async else {},
         cautions=source.cautions,
         explicit=source.explicit,
     )
@@ -83,6 +74,7 @@ def convert_verl_config(source: SourceConfig) -> Conversion:
     critic(conversion, updates)
     reward(conversion)
     distillation(conversion)
+    options(conversion)
     run(conversion)
     return conversion
 
@@ -272,7 +264,7 @@ def rollout(c: Conversion) -> None:
 
 def schedule_fully_async(c: Conversion) -> None:
     """Convert how far sampling is ahead of training in verl's fully asynchronous trainer."""
-    share = f"{_ASYNC}.staleness_threshold"
+    share = f"{ASYNC}.staleness_threshold"
     staleness = number_of(c, share)
     if staleness > 0:
         c.put("trainer.schedule", "async", share)
@@ -282,7 +274,7 @@ def schedule_fully_async(c: Conversion) -> None:
         )
     else:
         c.put("trainer.schedule", "sync", share)
-        c.notes[f"{_ASYNC}.partial_rollout"] = "of a staleness_threshold above 0"
+        c.notes[f"{ASYNC}.partial_rollout"] = "of a staleness_threshold above 0"
 
 
 def _engine_options(c: Conversion) -> None:
@@ -314,119 +306,6 @@ def _engine_options(c: Conversion) -> None:
 
 
 _ENGINES = "sglang needs rollout.engine_options.server_python, an environment of its own, and there are no others"
-
-
-def algorithm(c: Conversion) -> None:
-    """Convert the way from scores to advantages."""
-    name = "algorithm.adv_estimator"
-    estimator = c.one_of(name, _ESTIMATORS, "grpo")
-    c.put(name, estimator, name)
-    c.copy("algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam")
-    in_reward = "algorithm.use_kl_in_reward"
-    if c.get(in_reward) and estimator in ("gae", "reinforce_plus_plus"):
-        c.put(
-            "algorithm.kl_ctrl.kl_coef",
-            c.get("algorithm.kl_ctrl.kl_coef"),
-            "algorithm.kl_ctrl.kl_coef",
-            in_reward,
-        )
-        c.put(
-            "algorithm.kl_ctrl.kl_penalty",
-            c.one_of("algorithm.kl_penalty", _KL, "k1"),
-            "algorithm.kl_penalty",
-        )
-        c.copy("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
-    elif c.get(in_reward):
-        c.missing[in_reward] = (
-            f"not with {estimator}, which has no rewards of single tokens; see kl_loss_coef"
-        )
-    filters = "algorithm.filter_groups"
-    c.put(filters, bool(c.get(f"{filters}.enable")), f"{filters}.enable")
-    if c.get(f"{filters}.enable"):
-        waves = f"{filters}.max_num_gen_batches"
-        c.put("algorithm.max_num_gen_batches", int(number_of(c, waves)) or NEVER, waves)
-    bypass = next(filter(c.get, _BYPASSES), _BYPASSES[0])
-    c.put("algorithm.old_log_probs", "rollout" if c.get(bypass) else "trainer", bypass)
-    recomputes = f"{_ASYNC}.compute_prox_log_prob"
-    uses_sampled = f"{_ASYNC}.use_rollout_log_probs"
-    if c.get(recomputes) or not c.get(uses_sampled):
-        c.put("algorithm.old_log_probs", "trainer", recomputes, uses_sampled)
-    correction(c)
-    cap = f"{ACTOR}.tis_imp_ratio_cap"
-    if number_of(c, cap) > 0 and f"{_CORRECTION}.rollout_is" not in c.settings:
-        c.put(f"{_CORRECTION}.rollout_is", "token", cap)
-        c.put(f"{_CORRECTION}.rollout_is_threshold", number_of(c, cap), cap)
-
-
-def correction(c: Conversion) -> None:
-    """Convert the correction of a batch for the engine's own log-probs."""
-    for rule in (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs"):
-        if not c.get(rule):
-            continue
-        if c.settings["algorithm.old_log_probs"] == "rollout":
-            c.missing[rule] = (
-                "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
-            )
-            continue
-        if "," in str(c.get(rule)):
-            c.missing[rule] = "one rule of rejection at a time"
-            continue
-        c.copy(rule)
-        threshold = f"{rule}_threshold"
-        # Two numbers in one text, 0.5_2.0, are a lower and an upper bound.
-        bounds = str(c.get(threshold)).split("_")
-        c.put(threshold, float(bounds[-1]), threshold)
-        if len(bounds) > 1:
-            c.put(f"{threshold}_lower", float(bounds[0]), threshold)
-    if f"{_CORRECTION}.rollout_is" in c.settings:
-        c.copy(f"{_CORRECTION}.rollout_is_batch_normalize")
-    c.copy(f"{_CORRECTION}.rollout_token_veto_threshold")
-
-
-def policy_loss(c: Conversion) -> None:
-    """Convert the policy's loss."""
-    mode = f"{ACTOR}.policy_loss.loss_mode"
-    loss = c.one_of(mode, _LOSSES, "vanilla")
-    c.put("actor.loss.loss_mode", loss, mode)
-    if loss != "gpg":
-        low = f"{ACTOR}.clip_ratio_low"
-        c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
-        c.copy(f"{ACTOR}.clip_ratio_high")
-    c.notes[f"{ACTOR}.clip_ratio"] = "verl, too, takes clip_ratio_low and clip_ratio_high"
-    if loss in ("vanilla", "dppo_tv", "dppo_kl"):
-        c.copy(f"{ACTOR}.clip_ratio_c")
-    if loss == "sapo":
-        for name in ("tau_pos", "tau_neg"):
-            has_newer = c.has(f"{ACTOR}.policy_loss.{name}")
-            c.copy(f"{ACTOR}.policy_loss.{name}" if has_newer else f"{ACTOR}.{name}")
-    if loss in ("sapo", "geo_mean"):
-        c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", mode)
-    else:
-        aggregation = f"{ACTOR}.loss_agg_mode"
-        c.put(
-            "actor.loss.loss_agg_mode",
-            c.one_of(aggregation, _AGGREGATIONS, "token-mean"),
-            aggregation,
-        )
-    c.copy(f"{ACTOR}.loss_scale_factor")
-    bonus = f"{ACTOR}.entropy_coeff"
-    if number_of(c, bonus) < 0:
-        c.missing[bonus] = "a bonus has a weight of 0 or more"
-    else:
-        c.put("actor.loss.entropy_coeff", number_of(c, bonus), bonus)
-    uses_kl = f"{ACTOR}.use_kl_loss"
-    weight = f"{ACTOR}.kl_loss_coef"
-    if c.get(uses_kl):
-        estimate = f"{ACTOR}.kl_loss_type"
-        c.put("actor.loss.kl_loss_coef", c.get(weight), weight, uses_kl)
-        c.put("actor.loss.kl_loss_type", c.one_of(estimate, _KL_IN_LOSS, "k3"), estimate)
-    else:
-        c.put("actor.loss.kl_loss_coef", 0.0, weight, uses_kl)
-        c.notes[weight] = "use_kl_loss is false"
-    for section in ("megatron.", "veomni.", ""):
-        replay = f"{ACTOR}.{section}router_replay.mode"
-        if c.get(replay) not in (None, "disabled"):
-            c.put("actor.router_replay", c.one_of(replay, {"R2": "R2", "R3": "R3"}, "R2"), replay)
 
 
 def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:

@@ -7,7 +7,7 @@ docs list it. A setting without an entry is always read.
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from inspect import get_annotations
 from operator import attrgetter
 from pathlib import Path
@@ -329,13 +329,14 @@ cached_adapter = cache(TypeAdapter[Any])
 """Returns a cached adapter: making one takes longer than using it."""
 
 
-def override(base: ConfigT, table: Mapping[str, Any], section: str) -> ConfigT:
-    """Return a dataclass with the entries of a table, the setting ``section``, in place of its fields.
+def override(base: ConfigT | type[ConfigT], table: Mapping[str, Any], section: str) -> ConfigT:
+    """Return a dataclass, or one of a class, whose fields have the entries of a table, the setting ``section``.
 
     Raises:
         UserError: an unknown field (with the nearest known one), a wrong type, a value that the dataclass refuses.
     """
-    types = get_type_hints(type(base))
+    make: Any = base if isinstance(base, type) else partial(replace, base)  # pyright: ignore[reportArgumentType]  # a dataclass
+    types = get_type_hints(base if isinstance(base, type) else type(base))
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in types:
@@ -345,13 +346,15 @@ def override(base: ConfigT, table: Mapping[str, Any], section: str) -> ConfigT:
             )
         values[name] = convert_value(f"{section}.{name}", value, types[name])
     try:
-        return replace(base, **values)  # pyright: ignore[reportArgumentType]  # a dataclass
+        return make(**values)
     except ConfigError as error:
         raise UserError(f"{section}.{error}") from None
 
 
 def convert_value(field: str, value: object, kind: Any) -> Any:
     """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates; else `UserError`."""
+    if isinstance(value, bool) and kind in (int, float):
+        raise UserError(f"{field} is {format_value(value)}; expected a number")
     try:
         return cached_adapter(kind).validate_python(value)
     except ValidationError as error:

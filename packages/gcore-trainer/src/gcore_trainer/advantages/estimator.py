@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_trainer.config import AdvantageConfig, KLControlConfig, Registry
+from gcore_trainer.config import KLControlConfig, Registry
 from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import LARGEST, Sample, require_finite
 
@@ -39,11 +39,22 @@ class ScoredGroup:
     """[R_i] of each response: the critic's values, for an estimator that needs a critic."""
     greedy_score: float | None = None
     """Score of the greedy response to the prompt, for an estimator that needs one."""
+    parts: Sequence[Mapping[str, float]] = ()
+    """Parts of each response's reward, by name."""
 
     @property
     def scores(self) -> NDArray[np.float64]:
         """[n] sum of each response's rewards."""
         return np.array([rewards.sum() for rewards in self.rewards])
+
+    def part(self, name: str) -> NDArray[np.float64]:
+        """Return a part of each response's reward, [n]; raise `BatchError` if a response does not have it."""
+        values: list[float] = []
+        for parts in self.parts:
+            if name not in parts:
+                raise BatchError(f"parts is {dict(parts)}; expected a part {name!r} of the reward")
+            values.append(parts[name])
+        return np.array(values)
 
     def at_every_token(self, advantages: ArrayLike) -> list[NDArray[np.floating]]:
         """Give all tokens of response i the advantage i."""
@@ -54,7 +65,7 @@ class ScoredGroup:
 
 
 _Arrays = Sequence[NDArray[np.floating]]
-_Function = Callable[[ScoredGroup, AdvantageConfig], _Arrays | tuple[_Arrays, _Arrays]]
+_Function = Callable[..., _Arrays | tuple[_Arrays, _Arrays]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +74,19 @@ class AdvantageEstimator:
 
     Example:
         >>> @advantage_estimator(min_group_size=2)
-        ... def centred(group: ScoredGroup, config: AdvantageConfig):
+        ... def centred(group: ScoredGroup):
         ...     return group.at_every_token(group.scores - group.scores.mean())
         >>> masks = [np.ones(2, bool), np.ones(3, bool)]
         >>> group = ScoredGroup(rewards=[np.array([0.0, 1.0]), np.zeros(3)], masks=masks)
-        >>> advantages, returns = centred(group, AdvantageConfig())
+        >>> advantages, returns = centred(group)
         >>> [values.tolist() for values in advantages]
         [[0.5, 0.5], [-0.5, -0.5, -0.5]]
     """
 
     function: _Function
-    """Returns the advantages [R_i] of each response; with ``needs_critic`` a tuple of these and the returns [R_i] of
+    """Takes a `ScoredGroup` and, as keyword-only parameters, its options (see `options_type`).
+
+    Returns the advantages [R_i] of each response; with ``needs_critic`` a tuple of these and the returns [R_i] of
     each response, which are the critic's targets."""
     needs_critic: bool = False
     needs_greedy: bool = False
@@ -85,9 +98,7 @@ class AdvantageEstimator:
     min_group_size: int = 1
     """Fewest responses to a prompt that can be compared."""
 
-    def __call__(
-        self, group: ScoredGroup, config: AdvantageConfig
-    ) -> tuple[_Arrays, _Arrays | None]:
+    def __call__(self, group: ScoredGroup, **options: Any) -> tuple[_Arrays, _Arrays | None]:
         """Return advantages and any returns; raise `BatchError` if the group or the function does not fit the needs."""
         for field, is_needed in (
             ("values", self.needs_critic),
@@ -97,7 +108,7 @@ class AdvantageEstimator:
                 raise BatchError(
                     f"{field} is None; expected a value, which the advantage estimator needs"
                 )
-        advantages: Any = self.function(group, config)
+        advantages: Any = self.function(group, **options)
         returns: Any = None
         # The advantages of two responses may be a tuple, too, but of arrays.
         has_returns = (
@@ -285,17 +296,20 @@ async def add_advantages(
     rewards: Sequence[Sequence[NDArray[np.float64]]],
     greedy_scores: Sequence[float | None],
     estimator: AdvantageEstimator,
-    config: AdvantageConfig,
+    options: Mapping[str, Any],
     all_gather: AllGather,
     *,
     credits: Sequence[Sequence[NDArray[np.float32] | None]] = (),
+    parts: Sequence[Sequence[Mapping[str, float]]] = (),
 ) -> dict[str, float]:
     """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
     Args:
         samples: of each group of this process; a critic's values are in them.
         rewards: [R] of each sample: see `ScoredGroup`.
+        options: of the estimator, by name.
         credits: [R] advantages of each sample that has them already; None: the estimator makes them. Empty: of all.
+        parts: of each sample's reward, by name. Empty: they have none.
 
     Returns:
         metrics of the whole batch under verl's names.
@@ -305,15 +319,18 @@ async def add_advantages(
     """
     everyone: list[Any] = []
     scores: list[NDArray[np.float64]] = []
-    for group_samples, group_rewards, greedy_score in zip(
-        samples, rewards, greedy_scores, strict=True
-    ):
+    groups = zip(samples, rewards, greedy_scores, parts or [()] * len(samples), strict=True)
+    for group_samples, group_rewards, greedy_score, group_parts in groups:
         values = [s.values for s in group_samples if s.values is not None] or None
         masks = [s.mask for s in group_samples]
         scored = ScoredGroup(
-            rewards=group_rewards, masks=masks, values=values, greedy_score=greedy_score
+            rewards=group_rewards,
+            masks=masks,
+            values=values,
+            greedy_score=greedy_score,
+            parts=group_parts,
         )
-        advantages, returns = estimator(scored, config)
+        advantages, returns = estimator(scored, **options)
         for sample, sample_advantages in zip(group_samples, advantages, strict=True):
             sample.advantages = sample_advantages.astype(np.float32)
         for sample, sample_returns in zip(group_samples, returns or (), strict=returns is not None):

@@ -1,16 +1,21 @@
 """The objective of a policy: its losses, and their KL and entropy terms."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
-from gcore_trainer.config import POLICY_LOSSES, KLPenalty, PolicyLossConfig, require
+from gcore_trainer.config import (
+    KLPenalty,
+    PolicyLossConfig,
+    get_policy_loss,
+    read_options,
+    require,
+)
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import (
     BatchTotals,
@@ -58,6 +63,18 @@ class PolicyTokens:
         """exp(log_probs - old_log_probs), with its gradient."""
         return torch.exp((self.log_probs - self.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
+    @property
+    def covariances(self) -> torch.Tensor:
+        """(A - mean(A)) (log_probs - mean(log_probs)), the means over the tokens that count, [N], without gradient."""
+        count = self.mask.sum().clamp(min=1)
+        log_probs = self.log_probs.detach()
+        advantages = self.advantages - self.advantages.sum() / count
+        return advantages * (log_probs - log_probs.sum() / count)
+
+    def share(self, ratio: float) -> int:
+        """Return how many tokens are a share of those that count, rounded down; at least one."""
+        return max(1, int(ratio * int(self.mask.sum())))
+
     def sequence_means(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return, at each token, the mean over the tokens of its sequence that count, [N]; 0 where none does."""
         lengths = list(self.lengths)
@@ -72,8 +89,7 @@ class PolicyTokens:
 LossAndMetrics = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss of every token, and metrics of every token by name, all [N]: of a metric the mean is reported."""
 
-_loss_function = cache(POLICY_LOSSES.load)
-_Function = Callable[[PolicyTokens, PolicyLossConfig], LossAndMetrics | torch.Tensor]
+_Function = Callable[..., LossAndMetrics | torch.Tensor]
 
 
 def policy_loss_function(*, has_dual_clip: bool = False) -> Callable[[_Function], _Function]:
@@ -99,10 +115,14 @@ def policy_loss(
     *,
     mask: torch.Tensor,
     lengths: Sequence[int],
+    **options: Any,
 ) -> LossAndMetrics:
     """Compute the loss that ``config.loss_mode`` names, at every token; the arguments are those of `PolicyTokens`.
 
     Tokens that do not count have loss 0 and no gradient, even where they hold NaN.
+
+    Args:
+        options: the loss's own parameters, such as ``tau_pos``; see `read_options`.
 
     Returns:
         losses [N], and the loss's metrics [N] by name; see `policy_loss_function`.
@@ -118,7 +138,7 @@ def policy_loss(
         mask=mask,
         lengths=lengths,
     )
-    result = _loss_function(config.loss_mode)(tokens, config)
+    result = get_policy_loss(config.loss_mode)(tokens, config, **options)
     if isinstance(result, torch.Tensor):
         result = result, {}
     loss_N, metrics = result
@@ -188,8 +208,9 @@ class PolicyObjective(Objective[TokenScores]):
     scores = "tokens"
     loss_name = "actor/pg_loss"
 
-    def __init__(self, config: PolicyLossConfig) -> None:
-        loss = _loss_function(config.loss_mode)
+    def __init__(self, config: PolicyLossConfig, options: Mapping[str, Any] | None = None) -> None:
+        loss = get_policy_loss(config.loss_mode)
+        self._options = read_options(loss, options or {})
         is_read = config.clip_ratio_c is None or getattr(loss, "has_dual_clip", False)
         require(
             "clip_ratio_c",
@@ -241,7 +262,7 @@ class PolicyObjective(Objective[TokenScores]):
         advantages = field_of(samples, "advantages", like=current)
         lengths = [s.response_ids.size for s in samples]
         loss_N, token_metrics = policy_loss(
-            config, log_probs, old, advantages, mask=mask, lengths=lengths
+            config, log_probs, old, advantages, mask=mask, lengths=lengths, **self._options
         )
         if "rollout_is_weights" in optional:
             loss_N = optional["rollout_is_weights"] * loss_N

@@ -4,10 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
-from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator()
-def distillation(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def distillation(group: ScoredGroup) -> list[NDArray[np.floating]]:
     """Return A_i = 0, to which `gcore_trainer.add_distillation` adds the teachers' advantages."""
     return group.at_every_token(np.zeros(len(group.masks)))

@@ -5,10 +5,9 @@ from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
 from gcore_trainer.advantages.estimators.grpo import grpo_advantages
-from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(min_group_size=2)
-def dr_grpo(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def dr_grpo(group: ScoredGroup) -> list[NDArray[np.floating]]:
     """Return A_i = r_i - mean(r) (arXiv 2503.20783)."""
     return group.at_every_token(grpo_advantages(group.scores, norm_adv_by_std_in_grpo=False))

@@ -4,20 +4,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
-from gcore_trainer.config import AdvantageConfig
+from gcore_trainer.config import Fraction
 from gcore_trainer.sample import require_finite
 
 
 @advantage_estimator(needs_critic=True, reads_token_rewards=True, whiten=True)
 def gae(
-    group: ScoredGroup, config: AdvantageConfig
+    group: ScoredGroup, *, gamma: Fraction = 1.0, lam: Fraction = 1.0
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-    """Return the `gae_advantages` of every response: advantages, and the returns that the critic learns."""
+    """Return the `gae_advantages` of every response: advantages, and the returns that the critic learns.
+
+    ``gamma`` is the discount per token, ``lam`` the weight of longer horizons.
+    """
     assert group.values is not None
     advantages: list[NDArray[np.float64]] = []
     returns: list[NDArray[np.float64]] = []
     for rewards, values, mask in zip(group.rewards, group.values, group.masks, strict=True):
-        of_response = gae_advantages(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+        of_response = gae_advantages(rewards, values, mask, gamma=gamma, lam=lam)
         advantages.append(of_response[0])
         returns.append(of_response[1])
     return advantages, returns

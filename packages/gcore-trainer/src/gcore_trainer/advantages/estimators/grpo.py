@@ -4,14 +4,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator, checked_scores
-from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(min_group_size=2)
-def grpo(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def grpo(group: ScoredGroup, *, norm_adv_by_std_in_grpo: bool = True) -> list[NDArray[np.floating]]:
     """Give all tokens of a response its `grpo_advantages`."""
-    norm = config.norm_adv_by_std_in_grpo
-    return group.at_every_token(grpo_advantages(group.scores, norm_adv_by_std_in_grpo=norm))
+    return group.at_every_token(
+        grpo_advantages(group.scores, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+    )
 
 
 def grpo_advantages(

@@ -5,12 +5,11 @@ from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator, checked_scores
 from gcore_trainer.advantages.estimators.grpo import centred_scores
-from gcore_trainer.config import AdvantageConfig
 from gcore_trainer.errors import BatchError
 
 
 @advantage_estimator(min_group_size=2)
-def maxrl(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def maxrl(group: ScoredGroup) -> list[NDArray[np.floating]]:
     """Give all tokens of a response A_i = (r_i - mean(r)) / mean(r): Tajwar et al. (arXiv 2602.02710, section 4).
 
     With scores of 0 and 1 its expectation is the gradient of the likelihood of success, cut after n - 1 terms. A group

@@ -4,11 +4,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator, checked_scores
-from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(min_group_size=2)
-def opo(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def opo(group: ScoredGroup) -> list[NDArray[np.floating]]:
     """Give all tokens of response i, of l_i tokens, A_i = r_i - sum_j l_j r_j / sum_j l_j (arXiv 2505.23585, eq. 9).
 
     A single response keeps its score, as in verl.

@@ -5,14 +5,14 @@ from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
 from gcore_trainer.advantages.estimators.gae import gae_advantages
-from gcore_trainer.config import AdvantageConfig
+from gcore_trainer.config import Fraction
 
 
 @advantage_estimator(reads_token_rewards=True, whiten=True)
-def reinforce_plus_plus(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.float64]]:
-    """Return the `discounted_returns` of every response."""
+def reinforce_plus_plus(group: ScoredGroup, *, gamma: Fraction = 1.0) -> list[NDArray[np.float64]]:
+    """Return the `discounted_returns` of every response; ``gamma`` is the discount per token."""
     return [
-        discounted_returns(r, m, gamma=config.gamma)
+        discounted_returns(r, m, gamma=gamma)
         for r, m in zip(group.rewards, group.masks, strict=True)
     ]
 

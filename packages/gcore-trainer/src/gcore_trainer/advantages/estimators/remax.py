@@ -4,11 +4,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator, checked_scores
-from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(needs_greedy=True)
-def remax(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def remax(group: ScoredGroup) -> list[NDArray[np.floating]]:
     """Give all tokens of a response its `remax_advantages`."""
     assert group.greedy_score is not None
     return group.at_every_token(remax_advantages(group.scores, group.greedy_score))

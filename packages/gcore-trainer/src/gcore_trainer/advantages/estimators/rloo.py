@@ -5,11 +5,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator, checked_scores
 from gcore_trainer.advantages.estimators.grpo import centred_scores
-from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(min_group_size=2)
-def rloo(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def rloo(group: ScoredGroup) -> list[NDArray[np.floating]]:
     """Give all tokens of a response its `rloo_advantages`."""
     return group.at_every_token(rloo_advantages(group.scores))
 

@@ -13,7 +13,7 @@ from gcore_trainer.objectives.policy import (
 
 @policy_loss_function(has_dual_clip=True)
 def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> LossAndMetrics:
-    """Compute PPO's `clipped_surrogate`.
+    """Compute PPO's `clipped_surrogate` (arXiv 1707.06347, eq. 7).
 
     ``clip_ratio_high`` > ``clip_ratio_low`` is DAPO's clip-higher (arXiv 2503.14476, section 3.1). With
     ``clip_ratio_c`` > 1 and A < 0 the loss is at most -A c: dual-clip PPO (arXiv 1912.09729, eq. 5).
