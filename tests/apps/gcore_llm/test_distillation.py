@@ -1,6 +1,7 @@
 """Runs that learn from teachers: alone, with rewards, by source; and what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,18 @@ def test_the_divergence_to_the_teacher_falls_and_runs_resume(
 ) -> None:
     args = job(cli.cwd, tiny, "--distillation.teachers", str(teacher), "--trainer.test-freq", "100")
     args += ["--rollout.n", "4", "--data.max-response-length", "4"]
-    cli.ok(*args, "--trainer.total-training-steps", "24", "--name", "whole")
-    rows = step_rows(cli.cwd / "runs/whole")
+    args += ["--trainer.total-training-steps", "24", "--trainer.save-freq", "22"]
+    cli.ok(*args)
+    run = cli.cwd / "runs/default"
+    rows = step_rows(run)
     divergence = [row["distillation/reverse_kl"] for row in rows]
     assert divergence[0] > 3
     assert sum(divergence[-5:]) / 5 < 0.35 * divergence[0]
     assert all(row["distillation/taught"] == 1 and row["training/has_signal"] == 1 for row in rows)
     assert all(row["critic/score/mean"] == 0 for row in rows)
-    cli.ok(*args, "--trainer.total-training-steps", "22", "--name", "resumed")
-    cli.ok(*args, "--trainer.total-training-steps", "24", "--name", "resumed")
-    resumed = step_rows(cli.cwd / "runs/resumed")
+    shutil.rmtree(run / "checkpoints/step_24")
+    assert "resuming after step 22 of 24" in cli.ok(*args)
+    resumed = step_rows(run)
     assert [row["step"] for row in resumed] == [row["step"] for row in rows]
     for row, other in zip(resumed[-2:], rows[-2:], strict=True):
         for name in ("distillation/reverse_kl", "actor/pg_loss", "actor/grad_norm"):

@@ -37,13 +37,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_a_run_grows_and_shrinks_with_its_cluster(
-    cli: Cli, own_args: list[str], cluster: Cluster
-) -> None:
-    """The samples and the training are those of a run that nothing happened to."""
+def test_a_run_grows_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
+    """The samples and the training are those of a run that nothing happened to. `test_cluster_failures.py` has losses."""
     (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(own_args, "--reward", "holding.py:reward")
-    args = option_set(args, "--trainer.total-training-steps", "10")
+    args = option_set(args, "--trainer.total-training-steps", "8")
     args = [
         *args,
         "--trainer.save-freq",
@@ -73,15 +71,11 @@ def test_a_run_grows_and_shrinks_with_its_cluster(
     )
     command.wait_until(lambda: f"has joined; the run has {whole} now" in command.out)
     before = num_steps()
-    command.wait_until(lambda: num_steps() >= before + 2)
-    hold.touch()
-    cluster.remove_node(second, allow_graceful=False)
-    command.wait_until(lambda: f"; the run has {half} now, of {whole}" in command.out)
-    hold.unlink()
     finished = command.wait()
+    cluster.remove_node(second)
     assert finished.code == 0, finished
     assert f"the cluster has capacity for {half}, of {whole}" in finished.out
-    assert before + 2 < 10
+    assert before + 2 <= 8
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
 
 
