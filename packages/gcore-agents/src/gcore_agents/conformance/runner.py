@@ -85,7 +85,7 @@ class ScriptedEndpoint:
             MismatchError: the endpoint does not do what the case expects.
             CaseNotApplicableError: the chat template cannot write or render what the case has.
         """
-        encoder, facts, _ = _load_template(template)
+        encoder, facts = _load_template(template)
         if dialect != "completions":
             _check_needs(case, facts)
         turns = [_write_turn(template, turn) for turn in case.script]
@@ -212,21 +212,19 @@ async def _drive(case: Case, agent: CaseAgent) -> None:
 
 
 @lru_cache(maxsize=2)
-def _load_template(name: str) -> tuple[ChatEncoder, TemplateFacts, dict[str, list[int]]]:
+def _load_template(name: str) -> tuple[ChatEncoder, TemplateFacts]:
     encoder = make_encoder(read_template(name))
     try:
-        return encoder, check_template(encoder), {}
+        return encoder, check_template(encoder)
     except MessageError as error:
         raise MismatchError(str(error)) from error
 
 
+@lru_cache(maxsize=128)
 def _write_turn(template: str, turn: ModelTurn) -> list[int]:
     """Return the tokens of a turn, which are written once for all cases and dialects."""
-    encoder, _, written = _load_template(template)
-    text = str(turn)
-    if text not in written:
-        written[text] = write_turn(encoder, turn)
-    return written[text]
+    encoder, _ = _load_template(template)
+    return write_turn(encoder, turn)
 
 
 def _check_needs(case: Case, facts: TemplateFacts) -> None:

@@ -31,9 +31,9 @@ ANNOUNCED = [{"type": "function", "function": tool} for tool in TOOLS]
 """They, as chat templates take them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelTurn:
-    """A turn that the scripted engine writes.
+    """A turn that the scripted engine writes; it is equal to itself alone.
 
     Example:
         >>> turn = ModelTurn(text="Let me see.", calls=[{"name": "look_up", "arguments": {"word": "tree"}}])
