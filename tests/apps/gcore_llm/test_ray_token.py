@@ -105,6 +105,10 @@ def started(**changes: str) -> Generator[Head]:
             f"--ray-client-server-port={client_port}",
             "--object-store-memory=80000000",
             "--disable-usage-stats",
+            # Processes of Ray's that no test asks for anything.
+            "--include-dashboard=false",
+            "--include-log-monitor=false",
+            "--no-monitor",
         ]
         with subprocess.Popen(
             [*command, *options, "--num-cpus=2"],
@@ -206,9 +210,19 @@ def test_a_missing_or_wrong_token_is_one_error(
     )
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) -> None:
     done = subprocess.run(
-        [BIN / "gcore-llm", "train", "--runtime", "ray", "--ray.address", head.address],
+        [
+            sys.executable,
+            "-m",
+            "gcore_llm",
+            "train",
+            "--runtime",
+            "ray",
+            "--ray.address",
+            head.address,
+        ],
         cwd=tmp_path,
         env=environment(HOME=str(tmp_path), RAY_AUTH_TOKEN="f" * 64),
         capture_output=True,
