@@ -214,7 +214,7 @@ def test_an_evaluation_that_was_killed_continues(cli: Cli, tiny: Path) -> None:
     (cli.cwd / "slow.py").write_text(
         VOTING.replace("    even =", "    import time; time.sleep(0.05)\n    even =")
     )
-    write_rows(cli.cwd / "sums.jsonl", [{"prompt": f"{i}+{i}="} for i in range(60)])
+    write_rows(cli.cwd / "sums.jsonl", [{"prompt": f"{i}+{i}="} for i in range(30)])
     args = (
         "eval",
         tiny,
@@ -236,12 +236,12 @@ def test_an_evaluation_that_was_killed_continues(cli: Cli, tiny: Path) -> None:
     kept = read_rows(responses)
     with responses.open("a") as file:
         file.write('{"set": "", "way": "samp')
-    assert 10 <= len(kept) < 120
+    assert 10 <= len(kept) < 60
     out = cli.ok(*args, "killed")
-    assert f"continuing after {sum(len(row['responses']) for row in kept)} of 180 responses" in out
+    assert f"continuing after {sum(len(row['responses']) for row in kept)} of 90 responses" in out
     results, rows = results_of(out, cli.cwd)
     assert rows[: len(kept)] == kept
-    assert len(rows) == 120
+    assert len(rows) == 60
     expected, _ = results_of(cli.ok(*args, "whole"), cli.cwd)
     assert results == expected
     assert (
