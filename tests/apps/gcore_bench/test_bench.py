@@ -1,7 +1,6 @@
 """The bench of GRPO steps: one quick real run, and its figures and ratios with steps made by hand."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,30 +122,12 @@ def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_commands")
 def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
-    options = [
-        "--workload",
-        "short",
-        "--contenders",
-        "gcore",
-        "trl",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
-    options += ["--warmup-steps", "1", "--threads", "1", "--work-dir", str(tmp_path / "work")]
+    options = "--workload short --contenders gcore trl --rounds 1 --steps 2 --warmup-steps 1"
     command = [
-        sys.executable,
-        "-m",
-        "gcore_bench",
-        "grpo",
-        *options,
-        "--json",
-        str(tmp_path / "figures.json"),
+        *(sys.executable, "-m", "gcore_bench", "grpo", *options.split(), "--threads", "1"),
+        *("--work-dir", str(tmp_path / "work"), "--json", str(tmp_path / "figures.json")),
     ]
-    done = subprocess.run(
-        command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "gcore / trl" in done.stdout
 

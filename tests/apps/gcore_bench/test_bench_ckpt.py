@@ -1,7 +1,6 @@
 """The bench of checkpoints: one quick real run, and its bytes and arithmetic by themselves."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +105,6 @@ def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     ]
     return subprocess.run(
         command,
-        env=os.environ.copy(),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -118,16 +116,8 @@ def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_commands")
 def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
-    options = [
-        "--quick",
-        "--contenders",
-        "gcore",
-        "dcp",
-        "torch.save",
-        "--json",
-        str(tmp_path / "figures.json"),
-    ]
-    done = bench(tmp_path, *options)
+    options = "--quick --contenders gcore dcp torch.save --json"
+    done = bench(tmp_path, *options.split(), str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "failed" not in done.stdout

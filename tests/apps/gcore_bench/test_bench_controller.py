@@ -1,7 +1,6 @@
 """The bench of controllers: one quick real run, and its pieces with workers and figures made by hand."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -201,7 +200,6 @@ def test_bench_measures_controllers(tmp_path: Path) -> None:
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env=os.environ.copy(),
         capture_output=True,
         text=True,
         timeout=900,

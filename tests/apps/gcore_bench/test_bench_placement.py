@@ -1,7 +1,6 @@
 """The bench of placement: one quick real run next to verl, and its pieces with figures made by hand."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,7 +84,6 @@ def bench(tmp_path: Path, part: str, *more: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
         [sys.executable, "-m", "gcore_bench", "placement", *options],
         cwd=tmp_path,
-        env=os.environ.copy(),
         capture_output=True,
         text=True,
         timeout=900,

@@ -109,9 +109,7 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "figures.json"),
     ]
-    done = subprocess.run(
-        command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
 

@@ -1,7 +1,6 @@
 """The bench of the trainer: one quick real run, and its samples, batches and checks."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,9 +96,7 @@ def test_bench_measures_the_trainer(tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "figures.json"),
     ]
-    done = subprocess.run(
-        command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     (part,) = figures["parts"]
