@@ -1,6 +1,5 @@
 """Sessions on a plain vLLM server: its tokens and log-probs are those of the turns."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from engine_oracles import TinyModel
 from scripted import make_session
-from server_processes import free_port, served
+from server_processes import served_by_vllm
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 
@@ -51,23 +50,9 @@ def test_wrong_arguments(arguments: dict[str, Any], expected: str) -> None:
 def url(
     tied: TinyModel, tmp_path_factory: pytest.TempPathFactory, vllm_forks: None
 ) -> Iterator[str]:
-    port = free_port()
-    command = [
-        # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tied.path)),
-        *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
-        *("--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill"),
-        *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-        *("--max-num-seqs", "4"),
-    ]
-    env = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+    options = "--served-model-name tiny --no-skip-tokenizer-init --max-num-seqs 4"
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
+    with served_by_vllm(tied.path, *options.split(), log=log) as address:
         yield f"{address}/v1"
 
 

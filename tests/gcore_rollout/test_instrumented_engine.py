@@ -13,7 +13,6 @@ from engine_oracles import (
     VLLM_IMPORT_WARNINGS,
     TinyModel,
     collect,
-    engine_args,
     errors,
     make_engine,
     make_request,
@@ -140,8 +139,6 @@ async def test_quantized_weights_are_not_compared(
 @pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_planted_faults(kind: str, fault: str, request: pytest.FixtureRequest) -> None:
     model: TinyModel = request.getfixturevalue("mixture" if fault == "expert" else "tied")
-    if kind == "vllm":
-        engine_args()
     made = make_faulty(CLASSES[kind], model.path, fault, **OPTIONS[kind])
     engine = InstrumentedEngine(made, name="engine 0", record=WeightRecord())
     await check_weights(engine, all_digests(published(model.old)))

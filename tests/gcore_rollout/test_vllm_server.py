@@ -29,7 +29,7 @@ def url(
 ) -> Iterator[str]:
     options = ["--worker-extension-cls", "slow_vllm_worker.SlowWorker"]
     options += ["--max-num-seqs", str(MAX_NUM_SEQS)]
-    env = {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])}
+    env = {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parent}"}
     log = tmp_path_factory.mktemp("vllm") / "log"
     with served_by_vllm(tied.path, *options, log=log, env=env) as address:
         client = ServerClient(address, timeout_s=600)

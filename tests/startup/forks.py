@@ -150,9 +150,7 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if path not in sys.path:
-            sys.path.append(path)
+    sys.path += os.environ.get("PYTHONPATH", "").split(os.pathsep)
     flag, *rest = request["command"]
     if (flag, *rest[:1]) == FORK:
         flag, *rest = rest[1:]
