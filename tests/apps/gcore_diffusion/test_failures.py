@@ -122,16 +122,17 @@ def signalled_after_a_step(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
+    ("numbers", "code"),
+    [((signal.SIGINT, signal.SIGTERM), 130), ((signal.SIGKILL, signal.SIGKILL), -9)],
 )
 def test_signals_at_any_stage(
-    cli: Cli, args: list[str], undisturbed: Path, number: signal.Signals, code: int
+    cli: Cli, args: list[str], undisturbed: Path, numbers: tuple[signal.Signals, ...], code: int
 ) -> None:
     """In turn soon after a step, in its evaluation or checkpoint, and ever later in the one that follows."""
-    name = number.name.lower()
+    name = numbers[0].name.lower()
     run = cli.cwd / "runs" / name
     codes: list[int] = []
-    for delay_s in (0.0, 0.03, 0.08, 0.15):
+    for number, delay_s in zip(2 * numbers, (0.0, 0.03, 0.08, 0.15), strict=True):
         finished = signalled_after_a_step(cli.start(*args, "--name", name), run, number, delay_s)
         codes.append(finished.code)
         assert "Traceback" not in finished.err, finished.err
@@ -148,7 +149,7 @@ def test_signals_at_any_stage(
 def test_an_engine_that_is_killed_is_replaced(cli: Cli, args: list[str], undisturbed: Path) -> None:
     command = cli.start(*args, "--rollout.num-processes", "2", "--name", "engine")
     run = cli.cwd / "runs/engine"
-    command.wait_until(lambda: num_steps(run) >= 2)
+    command.wait_for_steps(run, 2)
     os.kill(grandchildren(command.pid)[0], signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished
