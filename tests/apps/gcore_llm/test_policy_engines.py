@@ -254,7 +254,8 @@ def test_responses_in_fp8_are_corrected(vllm_cli: Cli, own_args: list[str]) -> N
 
 
 @pytest.fixture(scope="module")
-def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(vllm_forks: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    del vllm_forks
     with vllm_server(tiny, tmp_path_factory.mktemp("vllm")) as address:
         yield address
 
@@ -317,8 +318,7 @@ def test_servers_on_ray(cli: Cli, server_args: list[str], tiny: Path, url: str) 
         assert list((cli.cwd / "weights").iterdir()) == []
         args = option_set(args, "--trainer.total-training-steps", "50")
         command = cli.start(*args, "--name", "lost", "--runtime", "ray")
-        metrics = cli.cwd / "runs/lost/metrics.jsonl"
-        command.wait_until(lambda: metrics.exists() and len(step_rows(cli.cwd / "runs/lost")) > 0)
+        command.wait_for_steps(cli.cwd / "runs/lost", 1)
     # The run needs them both: it ends, and can be resumed on others, here in one process.
     finished = command.wait()
     assert finished.code == 2
@@ -544,8 +544,7 @@ def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str)
         # The servers sleep while the trainer works.
         args += ["--rollout.colocated", "true"]
     command = cli.start(*args, "--rollout.num-processes", "2")
-    rows = cli.cwd / "runs/own/metrics.jsonl"
-    command.wait_until(lambda: rows.exists() and len(step_rows(cli.cwd / "runs/own")) > 0)
+    command.wait_for_steps(cli.cwd / "runs/own", 1)
     os.kill(servers()[0], signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished.err
