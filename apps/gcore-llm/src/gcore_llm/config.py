@@ -514,7 +514,8 @@ class TrainConfig(BaseRLConfig):
             ),
             "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
             "algorithm.filter_groups False": 2 * algorithm.filter_groups,
-            "with a reward_model.judge.method that compares responses": 2 * self.reward_model.compares,
+            "with a reward_model.judge.method that compares responses": 2
+            * self.reward_model.compares,
         }
         for reason, fewest in needed_by.items():
             self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
