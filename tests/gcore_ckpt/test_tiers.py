@@ -197,7 +197,7 @@ def test_kills_at_random_moments(rank_server: RankServer, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_many_kills_at_random_moments(rank_server: RankServer, tmp_path: Path) -> None:
-    kills(rank_server, tmp_path, int(os.environ.get("GCORE_CKPT_KILLS", "40")), seed=1)
+    kills(rank_server, tmp_path, int(os.environ.get("GCORE_CKPT_KILLS", "20")), seed=1)
 
 
 @pytest.mark.parametrize(
