@@ -73,6 +73,53 @@ def gradients(
     return torch.autograd.grad(loss, inputs)
 
 
+def fuse_on_cpu(packed: PackedModel) -> None:
+    assert fuse_layers(packed.model, CPU) > 0
+
+
+def two_steps(rank: int, path: Path, folder: Path, results: Any) -> None:
+    """Train shards of the model, with its own layers and with fused ones."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    batches = [
+        make_samples([Group(4, [6, 3]), Group(7, [2, 5])], seed=seed)[rank::2] for seed in range(2)
+    ]
+    norms: list[float] = []
+    for fuses in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading, "fuse_on_cuda", fuse_on_cpu if fuses else id)
+            trainer = TorchTrainer(
+                PackedModel.from_pretrained(path, sharded=True, gradient_checkpointing=True),
+                optimizer=OptimizerConfig(lr=1e-2),
+                objective=PolicyObjective(PolicyLossConfig()),
+                parallel=TorchParallel.join(ParallelConfig()),
+            )
+        norms.append([trainer.train_step([batch]) for batch in batches][-1]["actor/grad_norm"])
+    results.put(norms)
+    torch.distributed.destroy_process_group()
+
+
+def test_fused_layers_of_sharded_models(qwen2: Path, tmp_path: Path) -> None:
+    # It is the first test, because one before it could have started a thread.
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    ranks = [
+        context.Process(target=two_steps, args=(rank, qwen2, tmp_path, results))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=600) for _ in ranks]
+    for process in ranks:
+        process.join()
+    assert found[0] == found[1]
+    plain, fused = found[0]
+    assert fused == pytest.approx(plain, rel=1e-4)
+    assert fused != plain
+
+
 @settings(max_examples=30)
 @given(
     num_tokens=st.integers(0, 6),
@@ -210,7 +257,7 @@ def test_layers_that_kernels_compute_give_the_same(
         {"num_local_experts": 4, "num_experts_per_tok": 2} if config is GptOssConfig else {}
     )
     path = save_model(config(**SIZES, **experts), tmp_path, seed=0)
-    samples = make_samples([Group(12, [20, 1, 9]), Group(25, [7])], seed=0)
+    samples = make_samples([Group(5, [7, 1, 3]), Group(8, [2])], seed=0)
     plain, fused = PackedModel.from_pretrained(path), PackedModel.from_pretrained(path)
     untouched = {id(m) for m in fused.model.modules() if "forward" in vars(m)}
     assert fuse_layers(fused.model, CPU) > 0
@@ -267,52 +314,3 @@ def test_the_last_product_of_a_checkpointed_layer_is_torchs(
     num_checkpointed = round((share or 0.0) * len(layers))
     assert own == [False] * num_checkpointed + [True] * (len(layers) - num_checkpointed)
     assert all("forward" in vars(layer.mlp.up_proj) for layer in layers)
-
-
-def fuse_on_cpu(packed: PackedModel) -> None:
-    assert fuse_layers(packed.model, CPU) > 0
-
-
-def two_steps(rank: int, path: Path, folder: Path, results: Any) -> None:
-    """Train shards of the model, with its own layers and with fused ones."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
-    )
-    batches = [
-        make_samples([Group(12, [20, 9]), Group(25, [7, 30])], seed=seed)[rank::2]
-        for seed in range(2)
-    ]
-    norms: list[float] = []
-    for fuses in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loading, "fuse_on_cuda", fuse_on_cpu if fuses else id)
-            trainer = TorchTrainer(
-                PackedModel.from_pretrained(path, sharded=True, gradient_checkpointing=True),
-                optimizer=OptimizerConfig(lr=1e-2),
-                objective=PolicyObjective(PolicyLossConfig()),
-                parallel=TorchParallel.join(ParallelConfig()),
-            )
-        norms.append([trainer.train_step([batch]) for batch in batches][-1]["actor/grad_norm"])
-    results.put(norms)
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_fused_layers_of_sharded_models(qwen2: Path, tmp_path: Path) -> None:
-    # This process has one test, and nothing in it has started a thread.
-    context = multiprocessing.get_context("fork")
-    results: Any = context.Queue()
-    ranks = [
-        context.Process(target=two_steps, args=(rank, qwen2, tmp_path, results))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = [results.get(timeout=600) for _ in ranks]
-    for process in ranks:
-        process.join()
-    assert found[0] == found[1]
-    plain, fused = found[0]
-    assert fused == pytest.approx(plain, rel=1e-4)
-    assert fused != plain

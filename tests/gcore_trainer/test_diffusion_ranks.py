@@ -73,10 +73,8 @@ def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicro
         ("nft", 4, 1),
         ("nft", 4, 2),
         ("dpo", 2, 0),
-        ("dpo", 2, 1),
         ("nft with adapters", 2, 0),
         ("nft with adapters", 2, 1),
-        ("dpo with adapters", 2, 0),
         ("dpo with adapters", 2, 1),
     ],
 )
