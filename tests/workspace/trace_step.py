@@ -21,13 +21,6 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "apps"), str(ROOT / "tests" / "startup")]
 
 NUM_STEPS = 3
-LIBRARIES = (
-    "plotly.offline",
-    "torch.utils.tensorboard",
-    "torchdata.nodes",
-    "transformers.models.qwen3.modeling_qwen3",
-)
-"""What a run imports of others: tracing it would take longer than the run."""
 PARTS = {"start": "from the command line to the first step", "step": "one GRPO step"}
 
 
@@ -105,7 +98,8 @@ def trace() -> StepTrace:
     from gcore_llm.cli import main
     from gcore_llm.tiny_model import make_tiny_model
 
-    for name in LIBRARIES:
+    # Tracing the imports of other libraries would take longer than the run.
+    for name in ("torch.utils.tensorboard", "transformers.models.qwen3.modeling_qwen3"):
         importlib.import_module(name)
     found = StepTrace()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
