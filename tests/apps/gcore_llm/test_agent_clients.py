@@ -4,6 +4,8 @@ Their policy is a tiny model that has learned turns which were written in advanc
 """
 
 import asyncio
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,7 +108,12 @@ def to_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Client], str]:
             install = ["uv", "pip", "install", "-q", "--exclude-newer", NEWEST]
             subprocess.run(["uv", "venv", "-q", "--python", sys.executable, folder], check=True)
             subprocess.run([*install, "--python", python, *client.packages], check=True)
-        return f"command: {pythons[client.packages]} {PROGRAMS}/{client.program}"
+        # A harness of verifiers downloads packages: with this process's certificates, of which commands have none.
+        names = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+        command = ["env", "-u", names[0], "-u", names[1]]
+        command += [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        command += [str(pythons[client.packages]), *f"{PROGRAMS}/{client.program}".split()]
+        return f"command: {shlex.join(command)}"
 
     return make_run
 

@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.slow
 def test_a_run_grows_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
-    """The samples and the training are those of a run that nothing happened to. `test_cluster_failures.py` has losses."""
+    """Samples and training are those of a run that nothing happened to; `test_cluster_failures.py` has losses."""
     (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(own_args, "--reward", "holding.py:reward")
     args = option_set(args, "--trainer.total-training-steps", "8")
@@ -57,10 +57,7 @@ def test_a_run_grows_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cl
     command = cli.start(*args, "--runtime", "ray", "--ray.address", cluster.address, *sizes)
     run, hold = cli.cwd / "runs/default", cli.cwd / "hold"
 
-    def num_steps() -> int:
-        return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
-
-    command.wait_until(lambda: num_steps() >= 2)
+    command.wait_for_steps(run, 2)
     hold.touch()
     second = cluster.add_node(num_cpus=4, object_store_memory=100 << 20)
     time.sleep(6)  # nodes that join are waited for, in case there are more
@@ -70,7 +67,7 @@ def test_a_run_grows_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cl
         "1 controller, 1 engine and 1 training rank",
     )
     command.wait_until(lambda: f"has joined; the run has {whole} now" in command.out)
-    before = num_steps()
+    before = len(step_rows(run))
     finished = command.wait()
     cluster.remove_node(second)
     assert finished.code == 0, finished

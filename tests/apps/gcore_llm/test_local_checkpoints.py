@@ -20,10 +20,6 @@ from gcore_ckpt import Checkpointer
 RANKS = ["--trainer.num-processes", "2"]
 
 
-def num_steps(run: Path) -> int:
-    return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
-
-
 @pytest.fixture
 def args(own_args: list[str]) -> list[str]:
     """Six steps, no checkpoint in the run's folder before the last."""
@@ -50,7 +46,7 @@ def test_a_killed_run_continues_from_this_machine(cli: Cli, args: list[str]) -> 
     ]
     run = cli.cwd / "runs/killed"
     command = cli.start(*local)
-    command.wait_until(lambda: num_steps(run) >= 3)
+    command.wait_for_steps(run, 3)
     hold = cli.cwd / "hold"
     hold.touch()
     time.sleep(0.5)  # for the step that has its rewards already
@@ -58,7 +54,7 @@ def test_a_killed_run_continues_from_this_machine(cli: Cli, args: list[str]) -> 
     command.wait()
     hold.unlink()
     assert Checkpointer(run / "checkpoints").steps() == []
-    before = num_steps(run)
+    before = len(step_rows(run))
     assert 3 <= before < 6
     cli.ok(*local)
     rows = step_rows(run)
@@ -113,12 +109,12 @@ def test_a_rank_and_its_disk_are_lost(
         *(*args, *RANKS, "--runtime", "ray", "--ray.address", machines.address),
         *("--local-checkpoints.folder", "$LOCAL_DISK/checkpoints"),
     )
-    command.wait_until(lambda: num_steps(run) >= 3)
+    command.wait_for_steps(run, 3)
     nodes = [node.all_processes["raylet"][0].process.pid for node in machines.list_all_nodes()]
     ranks = {pid: disk_of(node) for node in nodes for pid in descendants(node, "ray::TrainingRank")}
     assert len(set(ranks.values())) == 2, ranks
     lost, disk = next(iter(ranks.items()))
-    before = num_steps(run)
+    before = len(step_rows(run))
     os.kill(lost, signal.SIGKILL)
     shutil.rmtree(disk)
     finished = command.wait()
