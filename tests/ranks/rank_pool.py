@@ -47,6 +47,10 @@ def serving_ranks(*cases: Path, setup: str | None = None) -> "Generator[RankServ
         server.close()
 
 
+_MOST_THREADS = 120
+"""Of a rank. Each gloo group has three, of which one polls, and most groups of a test live as long as the process."""
+
+
 class RankPool:
     """Processes that are ranks of one gloo group and run functions of the files of cases.
 
@@ -129,6 +133,10 @@ class RankPool:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
 
+    def num_threads(self) -> int:
+        """Threads of the first rank."""
+        return len(list(Path(f"/proc/{self.pids[0]}/task").iterdir()))
+
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         """`kill -9`, or another signal that ends a rank."""
         self.alive = False
@@ -168,9 +176,9 @@ class RankServer:
             pool.close()
 
     def shared(self, size: int = 4) -> RankPool:
-        """The pool of this many ranks that all tests share."""
+        """The pool of this many ranks that all tests share, or a new one in its place if it has too many threads."""
         pool = self._shared.get(size)
-        if pool is None or not pool.alive:
+        if pool is None or not pool.alive or pool.num_threads() > _MOST_THREADS:
             if pool is not None:
                 pool.close()
             pool = self._shared[size] = RankPool(self._requests, self._replies, size)
