@@ -165,12 +165,14 @@ def megatron_saves(
 def megatron_is_made(rank: Rank, path: str, *layouts: Layout) -> None:
     """Make a trainer of each layout, one after the other, in one process."""
     leave_groups()
+    gc.collect()
     for layout in layouts:
         _made(path, layout, {})
 
 
 def _trainer(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrainer:
     leave_groups()
+    gc.collect()  # earlier trainers, and with them the threads of their groups
     return _made(path, layout, options)
 
 
