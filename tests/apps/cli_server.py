@@ -27,7 +27,6 @@ RUN = (
     "gcore_ckpt.saving.saver",
     "gcore_controller.rlhf.step",
     "gcore_runs.loop.supervisor",
-    "gcore_runs.report.page",
     "plotly.offline",
     "rich._emoji_codes",
     "torch.profiler._cupti_monitor",

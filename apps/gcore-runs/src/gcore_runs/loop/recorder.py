@@ -286,7 +286,6 @@ JobT = TypeVar("JobT", bound=RunJob[Any])
 
 
 _freezing = threading.Lock()
-"""Held inside `frozen_objects`."""
 
 
 @contextmanager
@@ -294,12 +293,11 @@ def frozen_objects() -> Generator[None]:
     """Leave what is there now, such as imported modules, out of the garbage collections inside the block.
 
     It does nothing inside another such block, as of another controller here, and in a process that has frozen objects
-    before, as a fork server does.
+    before, as a fork server does. Frozen objects are not listed, and to count them would be to walk through them.
     """
     if not _freezing.acquire(blocking=False):
         yield
         return
-    # Frozen objects are not listed. To count them would take as long as to walk through them.
     was_frozen = all(value is not sys.modules for value in gc.get_objects())
     try:
         if not was_frozen:
