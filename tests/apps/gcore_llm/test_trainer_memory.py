@@ -91,11 +91,11 @@ def test_a_run_with_8_bit_moments_and_compiled_layers_resumes(
         "small",
     ]
     # Not `ok`: where a CUDA toolkit is installed without a GPU, Inductor says so on stderr.
-    for args in (own_args, option_set(own_args, "--trainer.total-training-steps", "3")):
-        finished = cli(*args, *options)
+    for count in ("1", "2"):
+        finished = cli(*option_set(own_args, "--trainer.total-training-steps", count), *options)
         assert finished.code == 0, finished
     rows = step_rows(cli.cwd / "runs/small")
-    assert len(rows) == 3
+    assert len(rows) == 2
     assert all(
         abs(row["training/rollout_k3_kl"]) < 1e-4 for row in rows if "training/rollout_k3_kl" in row
     )
