@@ -106,7 +106,7 @@ def train_compiled(
     with warnings.catch_warnings():
         # Dynamo looks at the gradients of all tensors.
         warnings.simplefilter("ignore")
-        compile_layers(packed, backend="aot_eager")
+        compile_layers(packed, backend="eager")
         parallel = TorchParallel.join(ParallelConfig())
         trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
         metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]

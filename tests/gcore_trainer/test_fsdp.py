@@ -76,8 +76,6 @@ HSDP_RING = ParallelConfig(context_parallel_size=2, fsdp_size=2)
         (1, ParallelConfig()),
         (2, ParallelConfig()),
         (4, ParallelConfig()),
-        (2, ULYSSES),
-        (2, RING),
         (4, ULYSSES),
         (4, RING),
         (4, BOTH),
@@ -85,17 +83,14 @@ HSDP_RING = ParallelConfig(context_parallel_size=2, fsdp_size=2)
         (4, HSDP_RING),
     ],
     ids=[
-        *(
-            "fsdp1",
-            "fsdp2",
-            "fsdp4",
-            "ulysses2",
-            "ring2",
-            "ulysses2-dp2",
-            "ring2-dp2",
-            "ulysses2-ring2",
-        ),
-        *("hsdp2x2", "hsdp2x2-ring2"),
+        "fsdp1",
+        "fsdp2",
+        "fsdp4",
+        "ulysses2-dp2",
+        "ring2-dp2",
+        "ulysses2-ring2",
+        "hsdp2x2",
+        "hsdp2x2-ring2",
     ],
 )
 def test_steps_are_those_of_one_process(
@@ -166,7 +161,7 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
 
 
 def test_compiled_layers_are_sharded(rank_server: RankServer, tmp_path: Path) -> None:
-    """The second rank has samples in one of the steps, and as many graphs as the first. To compile takes most of the time."""
+    """The second rank, which has no samples in the first step, has as many graphs as the other."""
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1}
     path = save_model(Qwen2Config(**sizes), tmp_path, seed=0)
     objective = PolicyObjective(PolicyLossConfig())
@@ -175,7 +170,7 @@ def test_compiled_layers_are_sharded(rank_server: RankServer, tmp_path: Path) ->
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
     arguments = (str(path), objective, OPTIMIZER, parts)
     for metrics, num_graphs in rank_server.shared(2).run("train_compiled", *arguments, size=2):
-        assert num_graphs == 2
+        assert num_graphs == 4
         for own, alone in zip(metrics, expected, strict=True):
             assert without_tokens(own) == pytest.approx(without_tokens(alone), rel=1e-4, abs=1e-6)
 

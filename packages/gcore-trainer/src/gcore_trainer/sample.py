@@ -283,8 +283,11 @@ MicroBatch = list[Sample]
 """Samples computed in one forward and backward pass."""
 
 
-NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
-"""A micro-batch that a rank computes while others still have some: a divided model's collectives need all ranks."""
+NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(2, np.int64), response_ids=np.zeros(1, np.int64))]
+"""A micro-batch that a rank computes while others still have some: a divided model's collectives need all ranks.
+
+Its row has two tokens, because compiled layers would need graphs of their own for a row of one.
+"""
 
 
 def filled_up(micro_batches: Sequence[MicroBatch], num_passes: int) -> list[MicroBatch]:
