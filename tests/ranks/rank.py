@@ -1,7 +1,7 @@
 """What a rank of `ranks.py` has: its number, groups of the first ranks and meshes over them, all made once."""
 
-import gc
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -30,23 +30,10 @@ class Rank:
                 groups[size] = group
         return cls(number=dist.get_rank(), groups=groups)
 
-    def leave_other_groups(self) -> None:
-        """Destroy the groups of earlier calls, from which all ranks have returned: each group has a thread that polls."""
-        kept = {dist.group.WORLD, *self.groups.values()}
-        for own in _meshes.values():
-            kept.update(own.get_all_groups())
-        for group in set(dist.distributed_c10d._world.pg_map) - kept:  # pyright: ignore[reportPrivateUsage]  # nothing else has all
-            dist.destroy_process_group(group)
-        gc.collect()
 
-
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
+@cache
 def mesh(shape: tuple[int, ...]) -> DeviceMesh:
     """The mesh of this shape over the first ranks; all ranks make it together, on its first use."""
-    if shape not in _meshes:
-        names = ("dp", "tp")[: len(shape)]
-        count = int(torch.tensor(shape).prod())
-        _meshes[shape] = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
-    return _meshes[shape]
+    names = ("dp", "tp")[: len(shape)]
+    count = int(torch.tensor(shape).prod())
+    return DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)

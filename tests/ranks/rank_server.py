@@ -50,7 +50,6 @@ def run_rank(folder: Path, port: int, number: int, size: int) -> None:
             function, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:  # the test process is done
             return
-        rank.leave_other_groups()
         # Not Connection.send: it would share tensors instead of copying them.
         connection.send_bytes(pickle.dumps(outcome(_function(function), rank, arguments)))
 
