@@ -25,7 +25,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("device", "num_ranks"),
     [
-        ("cpu", 2),
+        ("cpu", 1),
         pytest.param("cuda", 1, marks=ON_CUDA),
         pytest.param(
             "cuda",
