@@ -203,7 +203,7 @@ def test_gdpo(verl: Any, seed: int, is_normed: bool, has_weights: bool) -> None:
         scored = ScoredGroup(
             rewards=[np.zeros(batch.lengths[row]) for row in rows],
             masks=[batch.masks[row] for row in rows],
-            parts=[{name: values[row] for name, values in parts.items()} for row in rows],
+            parts=[{name: float(values[row]) for name, values in parts.items()} for row in rows],
         )
         options = {"gdpo_rewards": weights, "norm_adv_by_std_in_grpo": is_normed}
         advantages += get_advantage_estimator("gdpo")(scored, **options)[0]

@@ -219,10 +219,11 @@ def test_gdpo_reads_the_parts_of_the_reward() -> None:
     """The part is the score in `prepared`, and a whitened one has the mean 0 and the deviation 1."""
     gdpo = AlgorithmConfig(adv_estimator="gdpo", options={"gdpo_rewards": {"right": 1.0}})
     samples, _ = prepared(gdpo, make_samples(), [1.0, 0.0, 0.5])
-    counted = np.concatenate([s.advantages[s.mask] for s in samples])
+    advantages = [np.asarray(s.advantages)[s.mask] for s in samples]
+    counted = np.concatenate(advantages)
     assert counted.mean() == pytest.approx(0, abs=1e-6)
     assert counted.std(ddof=1) == pytest.approx(1, abs=1e-5)
-    assert samples[0].advantages.max() > 0 > samples[1].advantages.min()
+    assert advantages[0].max() > 0 > advantages[1].min()
     unknown = replace(gdpo, options={"gdpo_rewards": {"short": 1.0}})
     with pytest.raises(BatchError, match=r"^parts is {'right': 1.0}; expected a part 'short'"):
         prepared(unknown, make_samples(), [1.0, 0.0, 0.5])
