@@ -224,9 +224,9 @@ def test_before_the_first_step_it_is_the_model(rank_server: RankServer, root: Pa
 def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
     layout = {TP: 2}
-    steps = replicas_of([make_samples(GROUPS[:1], seed=0)] * 4, 2, layout)
+    steps = replicas_of([make_samples(GROUPS[:1], seed=0)] * 8, 2, layout)
     options = {
-        "optimizer": OptimizerConfig(lr=3e-2),
+        "optimizer": OptimizerConfig(lr=1e-2),
         "objective": SFTObjective(),
         "dtype": torch.bfloat16,
         "recompute": True,
