@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -461,10 +460,7 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
     for number, title in enumerate(
         ("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1
     ):
-        while not command.has_ended() and not (
-            (run / "metrics.jsonl").exists() and len(step_rows(run)) >= number
-        ):
-            time.sleep(0.02)
+        command.wait_for_steps(run, number)
         os.kill(descendants(command.pid, title)[0], signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished
