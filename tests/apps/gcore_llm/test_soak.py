@@ -49,11 +49,14 @@ def num_steps(metrics: Path) -> int:
     return metrics.read_text().count('"sampling/waves"') if metrics.exists() else 0
 
 
-def test_memory_does_not_grow(cli: Cli) -> None:
-    """Over 200 steps, in the run's process and in that of its engine."""
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
+    """Over 200 steps, with the engine in the run's process and in one of its own."""
     (cli.cwd / "thirds.py").write_text(REWARD)
     run = cli.cwd / "runs" / "soak"
-    command = cli.start(*ARGS, "--reward", "thirds.py:reward", "--rollout.num-processes", 1)
+    command = cli.start(
+        *ARGS, "--reward", "thirds.py:reward", "--rollout.num-processes", num_processes
+    )
     found: dict[int, int] = {}
     while not command.has_ended():
         time.sleep(0.03)
@@ -70,7 +73,7 @@ def test_memory_does_not_grow(cli: Cli) -> None:
     last = min(found[step] for step in LAST if step in found)
     assert last < 1.01 * settled, f"{settled / 1e6:.1f} MB, then {last / 1e6:.1f} MB"
     assert growth_warnings(run) == {}
-    names = ["main", "engine-0"]
+    names = ["main"] + ["engine-0"] * num_processes
     rows = read_rows(run / "memory.jsonl")
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     # The first reading of an engine may come late.
