@@ -115,11 +115,14 @@ class SGLangEngine(SGLangServerEngine):
         if device == "cpu":
             command += _ON_CPU
             env["SGLANG_USE_CPU_ENGINE"] = "1"
-        elif enable_sleep_mode:
-            command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
-            # Its memory saver refuses expandable ones.
-            for name in env.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-                env[name] = without_expandable_segments(env[name])
+        else:
+            # Logits are not rounded, as the trainer's are not.
+            command.append("--enable-fp32-lm-head")
+            if enable_sleep_mode:
+                command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+                # Its memory saver refuses expandable ones.
+                for name in env.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+                    env[name] = without_expandable_segments(env[name])
         command += server_args
         folder = Path(
             tempfile.mkdtemp(

@@ -254,6 +254,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             arguments |= of_device
             arguments |= of_ranks
             arguments |= engine_args or {}
+            if not options.rounds_logits(shapes, dtype, on_cpu=on_cpu):
+                overrides = arguments.get("hf_overrides") or {}
+                arguments["hf_overrides"] = {"head_dtype": "float32", **overrides}
             args = EngineArgs(**arguments)
             try:
                 if max_num_seqs is None and not on_cpu:

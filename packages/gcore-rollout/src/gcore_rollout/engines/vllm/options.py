@@ -1,6 +1,6 @@
 """vLLM's settings by device, and the random numbers that it draws."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,18 @@ def device_options(
     if share is not None and not on_cpu:
         options["gpu_memory_utilization"] = share
     return options
+
+
+def rounds_logits(names: Iterable[str], dtype: torch.dtype, *, on_cpu: bool) -> bool:
+    """Return whether logits are rounded to the type of an engine, as they are by default, and on CPU by the trainer.
+
+    On a GPU the trainer's products give their float32 sums (`gcore_trainer.token_scores`), and so can those of vLLM
+    (``head_dtype``), unless one of the ``names`` of the checkpoint's tensors is of a quantized head.
+    """
+    is_quantized = any(
+        "lm_head." in name and not name.endswith((".weight", ".bias")) for name in names
+    )
+    return on_cpu or is_quantized or dtype == torch.float32
 
 
 def fit_num_seqs(args: Any, *, weight_bytes: int, memory_bytes: int) -> int:
