@@ -1,6 +1,7 @@
 """Errors of training ranks: those of collectives that miss a rank, and those of code."""
 
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch.distributed import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from gcore_controller import ClusterError, RankCodeError, RankError, TrainerSpec
+from gcore_controller.errors import DeviceError
 from gcore_controller.trainer_group import join_ranks, rank_failure
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:38475"
@@ -41,7 +43,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
     ids=lambda error: type(error).__name__,
 )
 def test_a_rank_that_misses_another_one_is_a_loss(error: Exception) -> None:
-    found = rank_failure(error, "training rank 1 failed", ())
+    found = rank_failure(error, 1, "training rank 1 failed", ())
     assert type(found) is RankError
     assert str(found) == "training rank 1 failed"
 
@@ -60,8 +62,24 @@ def test_a_rank_that_misses_another_one_is_a_loss(error: Exception) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_code_is_none(error: Exception) -> None:
-    assert type(rank_failure(error, "training rank 1 failed", ())) is RankCodeError
-    assert rank_failure(error, "training rank 1 failed", (type(error),)) is error
+    assert type(rank_failure(error, 1, "training rank 1 failed", ())) is RankCodeError
+    assert rank_failure(error, 1, "training rank 1 failed", (type(error),)) is error
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "uncorrectable ECC error encountered",
+        "unspecified launch failure",
+        "uncorrectable NVLink error detected during the execution",
+    ],
+)
+def test_a_device_that_fails_is_a_loss_of_its_rank(reason: str) -> None:
+    error = torch.AcceleratorError(f"CUDA error: {reason}\nFor debugging consider ...")
+    found = rank_failure(error, 3, "training rank 3 failed", ())
+    arrived = pickle.loads(pickle.dumps(found))
+    assert isinstance(arrived, DeviceError)
+    assert (str(arrived), arrived.rank) == ("training rank 3 failed", 3)
 
 
 @pytest.mark.slow
@@ -145,7 +163,7 @@ def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) 
         ClusterError, match=r"GLOO_SOCKET_IFNAME is 'eth77'; expected an interface of .+: lo"
     ) as info:
         join_ranks(spec, 0, None, "cpu")
-    assert rank_failure(info.value, "training rank 0 failed", ()) is info.value
+    assert rank_failure(info.value, 0, "training rank 0 failed", ()) is info.value
 
 
 class _Meshed:

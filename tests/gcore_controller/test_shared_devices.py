@@ -13,7 +13,8 @@ from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
 from gcore_controller import Context, RoleActors, Sizes, TrainerSpec
-from gcore_controller.runtimes.ray import RayTrainerGroup
+from gcore_controller.errors import DeviceError
+from gcore_controller.runtimes.ray import RayTrainerGroup, trainer_group
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import share_devices
 
@@ -148,6 +149,28 @@ async def test_ranks_with_gpus_of_their_own_are_numbered_by_node_and_gpu() -> No
         assert joined == [0, 1, 2, 3]
         threads = [ray.get(actor.ask.remote(count_threads)) for actor in group.ranks.actors]
         assert threads == [2, 2, 2, 2], "two ranks of a node share its 5 threads"
+    finally:
+        group.close()
+
+
+async def test_a_gpu_that_failed_is_left_out_if_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer_group, "_OTHER_DEVICE_S", 10.0)
+    group = RayTrainerGroup()
+    options: dict[str, Any] = {"num_cpus": 0.5, "num_gpus": 1.0, "timeout_s": 300.0}
+    try:
+        await group.start(replace(SPEC, num_ranks=3), **options)
+        before = places(group)
+        group.loss = DeviceError("training rank 1 failed", 1)
+        await group.start(replace(SPEC, num_ranks=3), **options)
+        assert before[1] not in places(group)
+        assert len(set(places(group))) == 3
+        assert len(group.failed) == 1
+        # Four ranks need it again.
+        await group.start(SPEC, **options)
+        assert before[1] in places(group)
+        assert group.failed == []
     finally:
         group.close()
 

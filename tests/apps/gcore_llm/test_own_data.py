@@ -206,7 +206,7 @@ def test_math_verify(cli: Cli, job: list[str]) -> None:
         [{"prompt": f"{i}+1=", "answer": None if i == 7 else "1"} for i in range(20)],
     )
     refused = cli.refused(*args, "--name", "null")
-    assert "prompt '7+1=': the row's 'answer' is None; expected a text or a number" in refused
+    assert "prompt of row 8: the row's 'answer' is None; expected a text or a number" in refused
 
 
 def test_a_task_with_the_users_reward(cli: Cli, tiny: Path) -> None:

@@ -27,8 +27,6 @@ _TRAIN = Kind(
         ("Response length", "response_length/mean", "tokens"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
         ("Waves of sampling", "sampling/waves", "waves per step"),
-        ("Solve rate of prompts", "curriculum/score", "mean of the latest scores of each"),
-        ("Prompts too easy or too hard", "curriculum/alike", "share of those sampled so far"),
         _THROUGHPUT,
     ),
     has_samples=True,

@@ -1,5 +1,7 @@
 """The errors that this package raises."""
 
+from typing import Any
+
 
 class ControllerError(Exception):
     """Base class of this package's errors."""
@@ -23,6 +25,17 @@ class ControllerDiedError(ControllerError):
 
 class RankError(ControllerError):
     """A training rank died, or another one lost it, and with it the trainer group."""
+
+
+class DeviceError(RankError):
+    """The device of a training rank failed, and with it the trainer group."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.rank)
 
 
 class RankCodeError(ControllerError):

@@ -18,7 +18,7 @@ from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from gcore_controller.errors import ClusterError, RankCodeError, RankError
+from gcore_controller.errors import ClusterError, DeviceError, RankCodeError, RankError
 from gcore_controller.hangs import limit_s, log_of, record_collectives
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ _LOSSES = {"DistError", "RayError"}
 """Names of the errors of torch.distributed and of Ray, neither of which is imported here."""
 _LOSS = re.compile(r"gloo/|NCCL|\bnccl[A-Z]|Connection (closed|reset|refused)|Broken pipe|TCPStore")
 """Words of the errors of collectives whose other ranks are gone."""
+_DEVICE_FAILURE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|unspecified launch failure|hardware stack error"
+)
+"""Words of CUDA's errors after which a device may fail again."""
 
 Message = Callable[[TrainerWorker[Any]], Any]
 """A call to a rank: with its worker, in its process, it returns the answer. It can be pickled."""
@@ -238,14 +242,17 @@ class TrainerSpec:
 
 
 def rank_failure(
-    error: BaseException, message: str, expected: tuple[type[Exception], ...]
+    error: BaseException, rank: int, message: str, expected: tuple[type[Exception], ...]
 ) -> BaseException:
     """Return the error to raise for an error of a rank: itself if it is ``expected``, else one with the message.
 
-    That is a `RankError` if the rank says that it has lost another one, and else a `RankCodeError`.
+    That is a `DeviceError` if the rank's device failed, a `RankError` if it says that it has lost another rank, and
+    else a `RankCodeError`.
     """
     if isinstance(error, (RankError, ClusterError, *expected)):
         return error
+    if isinstance(error, RuntimeError) and _DEVICE_FAILURE.search(str(error)):
+        return DeviceError(message, rank)
     kinds = {base.__name__ for base in type(error).__mro__}
     is_loss = isinstance(error, ConnectionError) or not kinds.isdisjoint(_LOSSES)
     is_loss = is_loss or (isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None)

@@ -38,6 +38,11 @@ MAX_MEMORIES = 12
 """Most processes whose memory has a chart."""
 MAX_SAMPLES = 32
 _PART = re.compile(r"reward/(.+)/mean")
+_OF_CURRICULUM: tuple[Signal, ...] = (
+    ("Mean score of prompts", "curriculum/score", "the latest of each"),
+    ("Prompts too easy or too hard", "curriculum/alike", "share of those sampled so far"),
+)
+"""Charts of a run with a curriculum."""
 
 
 def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
@@ -77,7 +82,7 @@ def _render(run: ReportedRun) -> str:
     samples = paired_samples(run)
     signals = [
         signal_panel(run.metrics, *signal)
-        for signal in (*run.kind.signals, *_parts_of_rewards(run))
+        for signal in (*run.kind.signals, *_OF_CURRICULUM, *_parts_of_rewards(run))
     ]
     signals.append(load_panel(run))
     # The first name is the step.

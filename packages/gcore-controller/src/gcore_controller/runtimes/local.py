@@ -103,7 +103,7 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
         return
     except Exception as error:
         message = f"training rank {rank} failed:\n{''.join(traceback.format_exception(error))}"
-        error = rank_failure(error, message, spec.expected_errors)
+        error = rank_failure(error, rank, message, spec.expected_errors)
         with suppress(OSError, EOFError):
             connection.send((error, None))
             connection.recv()  # until it is ended

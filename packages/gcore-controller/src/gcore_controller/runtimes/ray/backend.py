@@ -14,6 +14,7 @@ from gcore_controller.context import Context, run_until_done
 from gcore_controller.errors import (
     ClusterError,
     ControllerDiedError,
+    DeviceError,
     RankCodeError,
     RankError,
 )
@@ -204,6 +205,9 @@ class RayBackend(Generic[JobT, ConfigT]):
         keeps_models = await self._settle(keeps_models=keeps_models)
         if self.after_end is not None:
             await self.after_end()
+        if isinstance(error, DeviceError):
+            on = "other devices" if self.learner.failed else "the same devices"
+            remedy = f"all training ranks were started again on {on}"
         if self._capacity.fitting_sizes != before:
             remedy = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
         message = str(error)

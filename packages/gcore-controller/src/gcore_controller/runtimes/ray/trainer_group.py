@@ -16,7 +16,7 @@ import ray
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, Reference, rank_name
-from gcore_controller.errors import ClusterError, ControllerError, RankError
+from gcore_controller.errors import ClusterError, ControllerError, DeviceError, RankError
 from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.runtimes.ray.devices import ReservedDevice
@@ -41,6 +41,9 @@ from gcore_controller.trainer_group import (
     join_ranks,
     rank_failure,
 )
+
+_OTHER_DEVICE_S = 60.0
+"""Longest wait for ranks to start without the devices that failed."""
 
 
 class TrainingRank:
@@ -122,9 +125,8 @@ class RankHandles(ActorGroup):
     """See `TrainerSpec.expected_errors`."""
 
     def failure(self, rank: int, error: BaseException) -> BaseException:
-        return rank_failure(
-            cause_of(error), f"{self.name(rank)} failed:\n{error}", self.expected_errors
-        )
+        message = f"{self.name(rank)} failed:\n{error}"
+        return rank_failure(cause_of(error), rank, message, self.expected_errors)
 
 
 class RayTrainerGroup(TrainerGroup):
@@ -135,6 +137,10 @@ class RayTrainerGroup(TrainerGroup):
         """The handles that controllers are given."""
         self.loss: RankError | None = None
         """Why the ranks do not answer any more, until they are started again; every call raises it."""
+        self.failed: list[Any] = []
+        """Former ranks whose devices failed: they stay, so that Ray gives these devices to no other process."""
+        self._num_sharing = 0
+        """Ranks on devices that other actors have reserved, the first ones."""
 
     async def start(
         self,
@@ -151,12 +157,22 @@ class RayTrainerGroup(TrainerGroup):
         reserves ``num_cpus`` and ``num_gpus``. These are numbered by node and GPU once they have started, so that
         groups of neighbours, such as those of tensor parallelism, are on one node.
 
+        After a `DeviceError` the rank's device is left out if the rank had reserved it, and there are others.
+
         Raises:
             RankError: a rank died.
             RankCodeError: a rank failed.
             ClusterError: the cluster lacks the capacity for the ranks, or they have not started in time.
         """
+        loss = self.loss
+        if isinstance(loss, DeviceError) and loss.rank >= self._num_sharing:
+            failed = self.ranks.actors[loss.rank]
+            self.failed.append(failed)
+            self.ranks = replace(
+                self.ranks, actors=[actor for actor in self.ranks.actors if actor is not failed]
+            )
         self.kill()
+        self._num_sharing = len(devices)
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(TrainingRank)
         default_options: dict[str, Any] = {
@@ -175,7 +191,7 @@ class RayTrainerGroup(TrainerGroup):
         )
         try:
             async with asyncio.timeout(timeout_s):
-                placed = await self.ranks.call("place")
+                placed = await self._place()
                 order = sorted(placed, key=lambda i: (i >= len(devices), placed[i][2].sort_key))
                 self.ranks = replace(
                     self.ranks,
@@ -201,6 +217,24 @@ class RayTrainerGroup(TrainerGroup):
                 self._ask_all("close", methodcaller("close"))
         finally:
             self.kill()
+            self._release_failed()
+
+    async def _place(self) -> dict[int, Any]:
+        """Return where the ranks are; if they find no capacity, they get the devices that failed."""
+        placing = asyncio.ensure_future(self.ranks.call("place"))
+        try:
+            if self.failed:
+                await asyncio.wait([placing], timeout=_OTHER_DEVICE_S)
+            if not placing.done():
+                self._release_failed()
+            return await placing
+        finally:
+            placing.cancel()
+
+    def _release_failed(self) -> None:
+        for actor in self.failed:
+            ray.kill(actor)
+        self.failed.clear()
 
     def _ask_all(self, stage: str, message: Message) -> Any:
         if self.loss is not None:
