@@ -118,7 +118,12 @@ async def test_logits_that_are_not_rounded_are_nearer_to_the_trainers_on_a_gpu(
 ) -> None:
     """Of a model with logits of up to 30: they lie an eighth apart in bfloat16."""
     torch.manual_seed(0)
-    sizes = {**DENSE, "vocab_size": 2048, "hidden_size": 128, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        **DENSE,
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+    }
     model: Any = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
     with torch.no_grad():
         model.lm_head.weight.mul_(30)
