@@ -14,6 +14,7 @@ class Group:
     prompt_index: int
     oldest_version: int | None = None
     has_signal: bool = True
+    scores: tuple[float, ...] = ()
 
     def state(self) -> dict[str, object]:
         raise AssertionError("nothing is saved")

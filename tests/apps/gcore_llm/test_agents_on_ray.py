@@ -75,8 +75,8 @@ class WatchedRun:
         """Return the finished sessions, of one step or all, each with the step whose weights it began with."""
         records: list[dict[str, Any]] = []
         for file in sorted((self.run / "sessions").glob(f"{step}-*.jsonl")):
-            step = int(file.name.partition("-")[0])
-            records.extend({**record, "step": step} for record in read_rows(file))
+            number = int(file.name.partition("-")[0])
+            records.extend({**record, "step": number} for record in read_rows(file))
         return records
 
     def wait_for_sessions(self, step: int, number: int) -> list[dict[str, Any]]:

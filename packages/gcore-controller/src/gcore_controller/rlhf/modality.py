@@ -1,7 +1,7 @@
 """The protocol between the RLHF loop and an app: its settings, what is sampled, how it is scored, how it is trained."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -112,7 +112,7 @@ class PromptGroup(Protocol):
         ...
 
     @property
-    def scores(self) -> Sequence[float]: ...
+    def scores(self) -> Iterable[float]: ...
     @property
     def has_signal(self) -> bool:
         """True if there is something to learn from the group, because its scores differ."""
