@@ -45,7 +45,7 @@ TRACED_FILES: dict[str, int] = {"start": 71, "step": 56}
 # 1,800 more are images in any turn of an agent: in the bodies of four APIs, in graphs, in branches of a sample.
 # 4,200 more are what runs on several GPUs need: deadlines and stacks of processes that hang, memory by process, experts
 # that engines return, comparisons of distributions, image models read by slices, exports written by all ranks.
-# 3,000 more are algorithms with options of their own, rubrics and tournaments of judges, a curriculum, and failed devices.
+# 3,000 more are algorithms with options of their own, rubrics and tournaments of judges, a curriculum, failed devices.
 DENSITY: dict[str, float] = {
     "nodes": 357915,
     "tokens a code line": 8.7,

@@ -26,9 +26,9 @@ class VLLMServerEngine(ServerEngine):
         VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs \\
             --generation-config vllm --skip-tokenizer-init
 
-    on a GPU with ``--hf-overrides '{"head_dtype": "float32"}'``, so that logits are not rounded, as the trainer's are not,
-    and for `sleep` with ``--enable-sleep-mode``; on CPU, where vLLM frees nothing, `sleep` only stops it. vLLM's build
-    for CPU starts with ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
+    on a GPU with ``--hf-overrides '{"head_dtype": "float32"}'``, so that logits are not rounded, and for `sleep` with
+    ``--enable-sleep-mode``; on CPU, where vLLM frees nothing, `sleep` only stops it. vLLM's build for CPU starts with
+    ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
 
     For new weights of a model with a tied head or a mixture of experts, a server on CPU also needs this package on its
     import path, and ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would keep the old head, and
