@@ -111,7 +111,8 @@ async def test_500_sessions_leave_nothing(tmp_path: Path) -> None:
     late = await play_all(20, 500)
     assert late == early
     assert early.keys() == {"tasks", "threads", "files", "served"}
-    assert (early["tasks"], early["threads"], early["served"]) == (1, num_threads, 0)
+    assert (early["tasks"], early["served"]) == (1, 0)
+    assert early["threads"] <= num_threads, "threads of earlier tests may end"
     await runner.close()
     journal.close()
     assert len(list(Path("/proc/self/fd").iterdir())) < early["files"]

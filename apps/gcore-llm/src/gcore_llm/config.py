@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
@@ -151,8 +152,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
         except ConfigError as error:
             raise UserError(f"algorithm.{error}") from None
 
-    @property
-    def advantage_options(self) -> dict[str, Any]:
+    @cached_property
+    def advantage_options(self) -> Mapping[str, Any]:
         """The options of the advantage estimator; `UserError` if a value does not fit."""
         return self._options_of(self.estimator.function)
 
@@ -496,7 +497,7 @@ class TrainConfig(BaseRLConfig):
     def _check_options(self) -> None:
         algorithm = self.algorithm
         loss = self.actor.loss.loss_mode
-        known = algorithm.advantage_options
+        known = {**algorithm.advantage_options}
         # Without options the default loss has nothing to check, and is not imported.
         if algorithm.options or loss != "vanilla":
             known |= algorithm.loss_options(loss)
