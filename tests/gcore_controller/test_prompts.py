@@ -196,3 +196,19 @@ def test_how_often_a_curriculum_takes_prompts() -> None:
         assert curriculum.probability(row) == pytest.approx(probability)
         share = np.mean([curriculum.takes(index, row) for index in range(4000)])
         assert share == pytest.approx(probability, abs=0.03)
+
+
+def test_rows_that_a_curriculum_passes_over_are_not_read() -> None:
+    class Counted(UserList[int]):
+        num_reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.num_reads += 1
+            return super().__getitem__(index)
+
+    rows = Counted(range(20))
+    curriculum = Curriculum(0)
+    curriculum.record([(row, [1.0, 1.0]) for row in range(20)])
+    loader = PromptLoader(rows, seed=0, num_workers=2, curriculum=curriculum)
+    assert len(loader.take(5)) == rows.num_reads == 5
+    assert loader.cursor > 5

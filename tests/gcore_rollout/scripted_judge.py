@@ -8,6 +8,7 @@ import numpy as np
 
 from gcore_rollout import (
     Completion,
+    Engine,
     EngineStats,
     JudgeModel,
     PairwiseJudge,
@@ -80,6 +81,17 @@ def decode(token_ids: Sequence[int]) -> str:
 
 def model_of(engine: Any, **options: Any) -> JudgeModel:
     return JudgeModel(engine=engine, encode=encode, decode=decode, sampling=SAMPLING, **options)
+
+
+def random_judge(engine: Engine, *, max_tokens: int, n: int) -> JudgeModel:
+    """A judge that is a tiny random model: its verdicts are token ids."""
+    return JudgeModel(
+        engine=engine,
+        encode=lambda text: [ord(c) % 96 for c in text],
+        decode=lambda token_ids: " ".join(map(str, token_ids)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        n=n,
+    )
 
 
 def pairwise(

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 from engine_oracles import TinyModel, make_engine
-from scripted_judge import ScriptedEngine, compared, decode, model_of, pairwise
+from scripted_judge import ScriptedEngine, compared, decode, model_of, pairwise, random_judge
 
 from gcore_rollout import (
-    JudgeModel,
     JudgeReward,
     NoScoreError,
     PairwiseJudge,
     RewardConfigError,
     RewardError,
     RewardRunner,
-    SamplingParams,
     evaluate,
     make_score_parser,
     make_winner_parser,
@@ -276,13 +274,7 @@ async def test_one_completion_has_nothing_to_be_compared_with() -> None:
 async def test_a_real_engine(tied: TinyModel) -> None:
     """A random model judges: its verdicts depend on the question alone, whatever runs alongside."""
     engine = make_engine("hf", tied, max_num_seqs=8)
-    model = JudgeModel(
-        engine=engine,
-        encode=lambda text: [ord(c) % 96 for c in text],
-        decode=lambda token_ids: " ".join(map(str, token_ids)),
-        sampling=SamplingParams(max_tokens=12),
-        n=3,
-    )
+    model = random_judge(engine, max_tokens=12, n=3)
     reward = JudgeReward(
         model=model,
         template="{completion}: good?",

@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_oracles import TinyModel, make_engine
-from scripted_judge import ScriptedEngine, decode, model_of
+from scripted_judge import ScriptedEngine, decode, model_of, random_judge
 
 from gcore_rollout import (
-    JudgeModel,
     JudgeReward,
     NoScoreError,
     RewardConfigError,
     RewardError,
     RewardRunner,
-    SamplingParams,
     evaluate,
 )
 
@@ -136,13 +134,7 @@ def test_rows_without_a_rubric_and_templates_without_a_criterion() -> None:
 async def test_a_real_engine(tied: TinyModel) -> None:
     """Each criterion gets the verdict that its question gets alone."""
     engine = make_engine("hf", tied, max_num_seqs=8)
-    model = JudgeModel(
-        engine=engine,
-        encode=lambda text: [ord(c) % 96 for c in text],
-        decode=lambda token_ids: " ".join(map(str, token_ids)),
-        sampling=SamplingParams(max_tokens=8),
-        n=2,
-    )
+    model = random_judge(engine, max_tokens=8, n=2)
     options: dict[str, Any] = {"model": model, "parse": lambda text: float(text.split()[0]) / 96}
     template = "{completion}: {criterion}?"
     result = await scored(JudgeReward(rubric_key="rubric", template=template, **options))

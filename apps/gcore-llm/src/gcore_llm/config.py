@@ -361,29 +361,28 @@ class TrainConfig(BaseRLConfig):
         overlapped = f"trainer.schedule {trainer.schedule!r}" if trainer.schedule != "sync" else ""
         simulated = "a simulation" if self.is_simulated else ""
         continued = "rollout.partial_rollout true" if rollout.partial_rollout else ""
-        conflicts: dict[str, dict[str, str]] = {}
+        conflicts: dict[tuple[str, str], dict[str, str]] = {}
         if rollout.partial_rollout:
             reason = "whose greedy responses are of the present weights"
-            conflicts["rollout.partial_rollout"] = {greedy: reason}
+            conflicts["rollout.partial_rollout", "false"] = {greedy: reason}
         if self.reward_model.compares:
-            conflicts["reward_model.judge.method"] = {
+            conflicts["reward_model.judge.method", "score or rubric"] = {
                 several_turns: "because one response to one prompt is compared",
                 greedy: "whose greedy response is in no group",
             }
         if rollout.tail_batching:
-            conflicts["rollout.tail_batching"] = {
+            conflicts["rollout.tail_batching", "false"] = {
                 overlapped: "whose batches are not by the present weights",
                 continued: "which continues long responses instead",
             }
         if self.takes_turns:
-            conflicts["rollout.colocated"] = {
+            conflicts["rollout.colocated", "false"] = {
                 overlapped: "which samples while it trains",
                 simulated: "whose roles have devices of their own",
             }
-        for name, reasons in conflicts.items():
+        for (name, accepted), reasons in conflicts.items():
             # A condition that does not hold is empty.
             for condition, reason in reasons.items():
-                accepted = "score or rubric" if name.endswith("method") else "false"
                 self.require(name, not condition, f"{accepted} with {condition}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, compares=self.reward_model.compares)

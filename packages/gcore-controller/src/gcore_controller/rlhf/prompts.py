@@ -127,6 +127,8 @@ class PromptLoader(Generic[RowT]):
         self._open()
 
     def _open(self) -> None:
+        if self.curriculum is not None:
+            return
         first = _first_index(self.cursor, self.rank, self.world_size)
         indices: Any = IterableWrapper(itertools.count(first, self.world_size))
         node: Any = ParallelMapper(indices, self._read, num_workers=self.num_workers, in_order=True)
