@@ -37,6 +37,7 @@ def test_results_are_those_of_the_inline_runtime(world_size: int) -> None:
     class Group:
         prompt_index: int
         oldest_version: int | None = None
+        scores: tuple[float, ...] = ()
         has_signal: bool = True
 
         def state(self) -> dict[str, object]:
