@@ -19,6 +19,7 @@ from gcore_llm.migration.fixed_batch import FixedBatch, computed_here
 from gcore_trainer import get_advantage_estimator, get_policy_loss, options_type
 from gcore_trainer.advantages.estimator import ESTIMATORS
 from gcore_trainer.config import POLICY_LOSSES
+from gcore_trainer.losses import echo
 
 PAGE = Path(__file__).parents[2] / "docs/reference/algorithms.md"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -32,6 +33,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """Options with which an algorithm is compared, where its defaults are not enough."""
 FORMULAS: Mapping[str, tuple[str, float]] = {
+    "echo": ("tests/gcore_trainer/test_echo.py::test_it_is_added_to_the_policy_loss", 1e-6),
     "m2po": ("tests/gcore_trainer/test_policy_losses.py::test_m2po", 1e-9),
     "maxrl": (
         "tests/gcore_trainer/test_advantages.py::test_maxrl_weighs_a_success_by_how_rare_it_is",
@@ -99,6 +101,7 @@ def tables() -> str:
     """Return the tables of losses, of estimators and of options."""
     methods = ""
     options = "| of | option | accepted | default |\n|---|---|---|---|\n"
+    options += option_rows("echo", echo.echo)
     for title, setting, registry, package in (
         ("Losses", "loss_mode", POLICY_LOSSES, "losses.policy"),
         ("Advantages", "adv_estimator", ESTIMATORS, "advantages.estimators"),
@@ -107,6 +110,8 @@ def tables() -> str:
             f"\n## {title}\n\n| method | source | file | compared with | largest difference |\n"
         )
         methods += "|---|---|---|---|---|\n"
+        if setting == "loss_mode":
+            methods += row(setting, "echo", echo)
         for name in registry.names:
             methods += row(setting, name, import_module(f"gcore_trainer.{package}.{name}"))
             if setting == "loss_mode":

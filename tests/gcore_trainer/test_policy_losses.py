@@ -194,8 +194,8 @@ def test_a_loss_that_there_is_not_is_refused() -> None:
     ("mode", "options", "message"),
     [
         ("sapo", {"tau_neg": 0.0}, "tau_neg is 0.0; expected a finite number above 0"),
-        ("sapo", {"tau": 1.0}, "an option is 'tau'; expected tau_pos, tau_neg"),
-        ("gpg", {"tau_neg": 1.0}, "an option is 'tau_neg'; expected no options"),
+        ("sapo", {"tau": 1.0}, "an option is 'tau'; expected tau_pos, tau_neg, echo_coef"),
+        ("gpg", {"tau_neg": 1.0}, "an option is 'tau_neg'; expected echo_coef"),
         ("dro", {}, "dro_beta is 0.0; expected a finite number above 0"),
         ("kl_cov", {"kl_cov_ratio": 0.0}, "kl_cov_ratio is 0.0; expected a number in (0, 1]"),
     ],

@@ -90,6 +90,16 @@ async def silent(task):
     return 1.0
 
 
+async def repeats(task):
+    """Answers every turn alike, and rewards every session alike."""
+    async with connect(task) as client:
+        messages = [{"role": "user", "content": f"{task.row['answer']}: "}]
+        for _ in range(3):
+            reply = await ask(client, messages)
+            messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": " or? "}]
+    return 1.0
+
+
 async def refused(task):
     async with connect(task) as client:
         try:
@@ -160,6 +170,18 @@ def check_pieces(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert "branch after piece 1" in page
     assert "a conversation of its own" in page
+
+
+def test_a_policy_learns_to_predict_its_environment(cli: Cli, agent_args: list[str]) -> None:
+    """All scores are equal: there is nothing else to learn."""
+    args = option_set(agent_args, "--trainer.total-training-steps", "4")
+    args = option_set(args, "--actor.optim.lr", "1e-2")
+    options = ["--algorithm.filter-groups", "False", "--algorithm.options.echo-coef", "1"]
+    cli.ok(*use(args, "repeats", *options))
+    rows = step_rows(cli.cwd / "runs/default")
+    losses = [row["actor/echo_loss"] for row in rows]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(row["actor/pg_loss"] == 0 and row["training/has_signal"] == 1 for row in rows)
 
 
 @pytest.mark.parametrize("credit", ["turns", "agents.py:count_turns"])

@@ -115,8 +115,16 @@ def write(cli: Cli, name: str, text: str) -> str:
         ),
         (
             ["--algorithm.options.tau-pos", "2"],
-            "algorithm.options.tau_pos is 2; expected norm_adv_by_std_in_grpo with algorithm.adv_estimator 'grpo' and "
-            "actor.loss.loss_mode 'vanilla'",
+            "algorithm.options.tau_pos is 2; expected norm_adv_by_std_in_grpo, echo_coef with algorithm.adv_estimator "
+            "'grpo' and actor.loss.loss_mode 'vanilla'",
+        ),
+        (
+            ["--algorithm.options.echo-coef", "0.05"],
+            "algorithm.options.echo_coef is 0.05; expected 0 without rollout.agent or rollout.multi_turn",
+        ),
+        (
+            ["--algorithm.options.echo-coef", "0.05", "--rollout.agent.run", "a.py:f"],
+            "algorithm.filter_groups is true; expected false with algorithm.options.echo_coef, by which every",
         ),
         (
             ["--actor.loss.loss-mode", "sapo", "--algorithm.options.tau-pos", "many"],

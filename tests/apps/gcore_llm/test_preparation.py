@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig
-from gcore_llm.learning.preparation import has_signal, prepare
+from gcore_llm.learning.preparation import has_signal, prepare, unscored_samples
 from gcore_rollout import Completion, Group
 from gcore_rollout.groups import share_prompt
 from gcore_trainer import (
@@ -159,6 +159,24 @@ def test_turns_of_an_episode_that_starts_later_keep_their_credit() -> None:
     for credit, value in zip(group.center_credit(), (-0.5, 0.5), strict=True):
         assert credit is not None
         np.testing.assert_allclose(credit, [0, value, value, 0, -value, -value, 0])
+
+
+def test_tokens_of_the_environment_are_told_from_turns_that_do_not_count() -> None:
+    """Of four turns the third is not trained on; the last token follows nothing."""
+    episode = make_episode(*[("", 1.0)] * 4)
+    assert episode.mask is not None
+    sampled = episode.mask.copy()
+    episode.mask[6:8] = False
+    versions = np.where(sampled, 0, -1).astype(np.int32)
+    forks = np.array([[11, -2]])
+    group = Group(
+        prompt_index=0,
+        prompt_ids=np.arange(3),
+        responses=[replace(episode, weight_versions=versions, forks=forks)],
+    )
+    [sample] = unscored_samples(group, AlgorithmConfig())
+    assert sample.environment_mask is not None
+    assert np.flatnonzero(sample.environment_mask).tolist() == [2, 5, 8]
 
 
 def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[Sample]:

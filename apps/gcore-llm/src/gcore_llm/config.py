@@ -1,7 +1,7 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -127,8 +127,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     maxrl, grpo_passk), a greedy response (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, with
     distillation.teachers alone (distillation); or by your own function (PATH.py:function)."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, listed in docs/reference/algorithms.md; on
-    the command line --algorithm.options.NAME and a value."""
+    """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, and of what is added to every loss
+    (echo_coef), listed in docs/reference/algorithms.md; on the command line --algorithm.options.NAME and a value."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
@@ -155,14 +155,21 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     @cached_property
     def advantage_options(self) -> Mapping[str, Any]:
         """The options of the advantage estimator; `UserError` if a value does not fit."""
-        return self._options_of(self.estimator.function)
+        return self._read_options(options_type(self.estimator.function))
+
+    @property
+    def learns_environment(self) -> bool:
+        """True if the policy learns to predict its environment, whatever the advantages are."""
+        return bool(self.options.get("echo_coef"))
 
     def loss_options(self, loss_mode: str) -> dict[str, Any]:
-        """Return the options of the policy loss of this name; raise `UserError` if a value does not fit."""
-        return self._options_of(get_policy_loss(loss_mode))
+        """Return the options of the policy loss of this name and its terms; `UserError` if a value does not fit."""
+        # It needs torch, which reading settings does not.
+        from gcore_trainer import PolicyObjective
 
-    def _options_of(self, function: Callable[..., Any]) -> dict[str, Any]:
-        kind = options_type(function)
+        return self._read_options(PolicyObjective.options_type(loss_mode))
+
+    def _read_options(self, kind: type[Any]) -> dict[str, Any]:
         own = {f.name: self.options[f.name] for f in fields(kind) if f.name in self.options}
         return asdict(override(kind, own, "algorithm.options"))
 
@@ -501,10 +508,22 @@ class TrainConfig(BaseRLConfig):
         if algorithm.options or loss != "vanilla":
             known |= algorithm.loss_options(loss)
         chosen = f"{_ESTIMATOR} {algorithm.adv_estimator!r} and {_LOSS} {loss!r}"
-        expected = f"{', '.join(known) or 'no options'} with {chosen}"
+        expected = f"{', '.join(known)} with {chosen}"
         for name, value in algorithm.options.items():
             if name not in known:
                 raise UserError(f"algorithm.options.{name} is {value!r}; expected {expected}")
+        if not algorithm.learns_environment:
+            return
+        if not self.rollout.has_several_turns:
+            raise UserError(
+                f"algorithm.options.echo_coef is {algorithm.options['echo_coef']}; expected 0 without rollout.agent or "
+                "rollout.multi_turn, whose environment's tokens it is for"
+            )
+        if algorithm.filter_groups:
+            raise UserError(
+                "algorithm.filter_groups is true; expected false with algorithm.options.echo_coef, by which every "
+                "group is learned from"
+            )
 
     def _check_group(self) -> None:
         algorithm = self.algorithm

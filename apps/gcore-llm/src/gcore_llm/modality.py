@@ -251,7 +251,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             )
         needs_scores = not is_taught and config.rollout.agent.credit == "session"
         signal = has_signal(batch.metrics | metrics, needs_scores=needs_scores)
-        metrics[self.HAS_SIGNAL] = float(signal)
+        metrics[self.HAS_SIGNAL] = float(signal or config.algorithm.learns_environment)
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
             update_groups: list[Group] = []

@@ -182,16 +182,15 @@ def options_type(*functions: Callable[..., Any]) -> type[Any]:
     )
 
 
-def read_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an algorithm, with its defaults for those that are not given.
+def read_options(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a kind of `options_type`, with its defaults for those that are not given.
 
     Raises:
         ConfigError: an option that the algorithm does not have, or a value out of its bounds.
     """
-    kind = options_type(function)
     names = [field.name for field in fields(kind)]
     for name in options:
-        require("an option", name, name in names, ", ".join(names) or "no options")
+        require("an option", name, name in names, ", ".join(names))
     return asdict(kind(**options))
 
 

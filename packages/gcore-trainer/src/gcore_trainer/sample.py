@@ -15,6 +15,7 @@ from gcore_trainer.errors import BatchError
 LARGEST = np.finfo(np.float32).max
 _PER_TOKEN = (
     "response_mask",
+    "environment_mask",
     "advantages",
     "old_log_probs",
     "rollout_log_probs",
@@ -140,6 +141,8 @@ class Sample:
     """[R], R >= 1."""
     response_mask: NDArray[np.bool_] | None = None
     """True for tokens that the policy wrote, False for tokens of the environment; None: the policy wrote all."""
+    environment_mask: NDArray[np.bool_] | None = None
+    """True for tokens of the environment that the policy may learn to predict (`losses.echo`); None: it learns none."""
     advantages: NDArray[np.float32] | None = None
     old_log_probs: NDArray[np.float32] | None = None
     """Under the policy before the step's first update; None: this is the first update, the ratio starts at 1."""
@@ -178,8 +181,10 @@ class Sample:
                 )
             if value.dtype != np.int64:
                 raise BatchError(f"{field} has dtype {value.dtype}; expected int64")
-        if self.response_mask is not None and self.response_mask.dtype != np.bool_:
-            raise BatchError(f"response_mask has dtype {self.response_mask.dtype}; expected bool")
+        for field in ("response_mask", "environment_mask"):
+            mask: NDArray[np.bool_] | None = getattr(self, field)
+            if mask is not None and mask.dtype != np.bool_:
+                raise BatchError(f"{field} has dtype {mask.dtype}; expected bool")
         shape = self.response_ids.shape
         for field in _PER_TOKEN:
             array: NDArray[np.generic] | None = getattr(self, field)
@@ -213,7 +218,10 @@ class Sample:
                 f"forks[{i}] is {forks[i].tolist()}; expected a token from {earliest[i]} to {size - 1}, and an earlier "
                 "one that it follows, -1 for the prompt or -2 for nothing"
             )
-        is_bad = (parents == -2) & self.mask[starts]
+        learned = self.mask
+        if self.environment_mask is not None:
+            learned = learned | self.environment_mask
+        is_bad = (parents == -2) & learned[starts]
         if is_bad.any():
             i = int(is_bad.argmax())
             raise BatchError(

@@ -39,7 +39,7 @@ _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
     """Return the samples to train on, without advantages yet; no token of a filtered response counts."""
-    prompt_images = _read_images(group.images)
+    prompt_images = read_images(group.images)
     samples: list[Sample] = []
     for response in group.responses:
         mask = response.mask
@@ -49,9 +49,10 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
             prompt_ids=group.prompt_ids,
             response_ids=response.token_ids,
             response_mask=mask,
+            environment_mask=_environment_mask(response),
             old_log_probs=response.log_probs if algorithm.old_log_probs == "rollout" else None,
             rollout_log_probs=response.log_probs,
-            images=_read_images(response.images) or prompt_images,
+            images=read_images(response.images) or prompt_images,
             forks=response.forks,
         )
         if response.routed_experts is not None:
@@ -60,7 +61,18 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
     return samples
 
 
-def _read_images(images: PromptImages | None) -> Images | None:
+def _environment_mask(response: Completion) -> NDArray[np.bool_] | None:
+    """Return which tokens [R] an episode's environment wrote after others; None: there is no environment."""
+    if response.mask is None:
+        return None
+    mask = response.weight_versions < 0
+    if response.forks is not None:
+        starts, parents = response.forks.T
+        mask[starts[parents == -2]] = False
+    return mask
+
+
+def read_images(images: PromptImages | None) -> Images | None:
     """Return the pixels of encoded images, and where they start."""
     if images is None:
         return None

@@ -138,6 +138,7 @@ def computed_by_verl(
     algos: Any = import_module("verl.trainer.ppo.core_algos")
     loss = config.actor.loss
     options = config.algorithm.loss_options(loss.loss_mode)
+    del options["echo_coef"]
     for name, value in options.items():
         options[name] = theirs.get(name, theirs.get(f"policy_loss.{name}", value))
     temperatures = {name: options.pop(name) for name in ("tau_pos", "tau_neg") if name in options}

@@ -1,11 +1,13 @@
 """The objective of a policy: its losses, and their KL and entropy terms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, assert_never
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
@@ -13,18 +15,22 @@ from gcore_trainer.config import (
     KLPenalty,
     PolicyLossConfig,
     get_policy_loss,
+    options_type,
     read_options,
     require,
 )
 from gcore_trainer.errors import BatchError
+from gcore_trainer.losses.echo import echo
 from gcore_trainer.objectives.objective import (
     BatchTotals,
     Objective,
     PartialLoss,
     TokenScores,
+    aggregation_weights,
     check_fields,
     field_of,
     mask_of,
+    on_device,
     token_weights,
 )
 from gcore_trainer.sample import MicroBatch, Sample
@@ -191,11 +197,14 @@ def kl_penalty(
 
 
 class PolicyObjective(Objective[TokenScores]):
-    """The policy gradient losses, with their KL and entropy terms.
+    """The policy gradient losses, with their KL and entropy terms, and `losses.echo` if its option is set.
 
-    Without a KL and an entropy term, samples whose advantages are all zero have no gradient. Metrics:
-    ``actor/pg_loss``, ``actor/ppo_kl``, ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower``, ``actor/entropy``,
-    ``actor/kl_loss``, ``training/rollout_probs_diff_mean``; the means are over the samples that have a gradient.
+    Without these terms, samples whose advantages are all zero have no gradient. Metrics: ``actor/pg_loss``,
+    ``actor/ppo_kl``, ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower``, ``actor/entropy``, ``actor/kl_loss``,
+    ``actor/echo_loss``, ``training/rollout_probs_diff_mean``; the means are over the samples that have a gradient.
+
+    Args:
+        options: of the loss and of `losses.echo`, by name; see `options_type`.
 
     Example:
         >>> objective = PolicyObjective(PolicyLossConfig(loss_mode="cispo"))
@@ -210,7 +219,8 @@ class PolicyObjective(Objective[TokenScores]):
 
     def __init__(self, config: PolicyLossConfig, options: Mapping[str, Any] | None = None) -> None:
         loss = get_policy_loss(config.loss_mode)
-        self._options = read_options(loss, options or {})
+        self._options = read_options(self.options_type(config.loss_mode), options or {})
+        self._echo_coef: float = self._options.pop("echo_coef")
         is_read = config.clip_ratio_c is None or getattr(loss, "has_dual_clip", False)
         require(
             "clip_ratio_c",
@@ -220,6 +230,11 @@ class PolicyObjective(Objective[TokenScores]):
         )
         self._config = config
         self.entropy_grad = config.entropy_coeff > 0
+
+    @staticmethod
+    def options_type(loss_mode: str) -> type[Any]:
+        """Return the dataclass of the options with a policy loss: its own, and those of `losses.echo`."""
+        return options_type(get_policy_loss(loss_mode), echo)
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         check_fields(micro_batches, "the policy loss", "advantages")
@@ -236,8 +251,12 @@ class PolicyObjective(Objective[TokenScores]):
                     f"{field} is None for some samples of the step; expected it for all of them or none"
                 )
         check_finite_tokens(micro_batches, *_OPTIONAL)
+        if self._echo_coef:
+            _check_no_later_images(chain.from_iterable(micro_batches))
 
     def has_no_gradient(self, sample: Sample) -> bool:
+        if self._echo_coef and _environment_mask(sample).any():
+            return False
         if self._config.kl_loss_coef or self._config.entropy_coeff or sample.advantages is None:
             return super().has_no_gradient(sample)
         return not sample.advantages[sample.mask].any()
@@ -286,7 +305,40 @@ class PolicyObjective(Objective[TokenScores]):
             kl_loss = (weight_N * kl_penalty(log_probs, reference, config.kl_loss_type)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
+        if self._echo_coef:
+            echo_loss = self._echo_loss(scores, samples, totals)
+            loss = loss + echo_loss
+            sums["actor/echo_loss"] = echo_loss.detach() / self._echo_coef
         if "rollout_log_probs" in optional:
             difference = (current.exp() - optional["rollout_log_probs"].exp()).abs()
             sums["mean:training/rollout_probs_diff_mean"] = (count * difference).sum()
         return loss, sums
+
+    def _echo_loss(
+        self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals
+    ) -> torch.Tensor:
+        masks = [_environment_mask(sample) for sample in samples]
+        weights = aggregation_weights(masks, "seq-mean-token-mean", totals=totals)
+        device = scores.log_probs.device
+        mask = on_device(np.concatenate(masks), device)
+        log_probs = torch.where(mask, scores.log_probs, 0.0)
+        return echo(
+            log_probs, on_device(np.concatenate(weights), device), echo_coef=self._echo_coef
+        )
+
+
+def _environment_mask(sample: Sample) -> NDArray[np.bool_]:
+    """Return which tokens [R] of a sample are the environment's, to be predicted."""
+    if sample.environment_mask is None:
+        return np.zeros(sample.response_ids.shape, np.bool_)
+    return sample.environment_mask
+
+
+def _check_no_later_images(samples: Iterable[Sample]) -> None:
+    """Raise `BatchError` for an image in a response: its tokens stand for patches, and say nothing to be predicted."""
+    for sample in samples:
+        images = sample.images
+        if images is not None and images.count_before(sample.prompt_ids.size) < len(images.patches):
+            raise BatchError(
+                "images are in a response; expected them in prompts alone with the option echo_coef"
+            )
