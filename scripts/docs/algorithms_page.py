@@ -40,7 +40,7 @@ FORMULAS: Mapping[str, tuple[str, float]] = {
         1e-6,
     ),
     "distillation": (
-        "tests/gcore_trainer/test_distillation.py::test_its_estimator_reads_no_scores",
+        "tests/gcore_trainer/test_distillation.py::test_its_expected_gradient_is_that_of_the_divergence",
         1e-6,
     ),
 }

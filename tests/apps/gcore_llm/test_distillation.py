@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, assert_same_metrics, step_rows, write_rows
+from command_line import Cli, assert_same_metrics, read_rows, step_rows, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gcore_llm.config import AlgorithmConfig, RolloutConfig, TrainConfig
-from gcore_llm.sections import DistillationConfig
+from gcore_llm.sections import DataConfig, DistillationConfig
 from gcore_llm.simulate import SimulatedConfig
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import UserError
@@ -169,6 +169,72 @@ def test_a_teacher_with_another_tokenizer_is_refused(
     assert not (cli.cwd / "runs").exists()
 
 
+def test_a_reward_whose_feedback_teaches_some_responses(cli: Cli, tiny: Path) -> None:
+    """Those that get feedback, here a quarter of all, are taught; all learn from their rewards."""
+    (cli.cwd / "critic.py").write_text(
+        "from gcore_rollout import Scored\n"
+        "def reward(prompt, completion, row):\n"
+        "    feedback = 'too long' if row['data_source'] == 'others' else ''\n"
+        "    return Scored(score=float(len(completion)), feedback=feedback)\n"
+    )
+    options = ["--distillation.prompt", "{prompt}{feedback}", "--reward", "critic.py:reward"]
+    args = job(cli.cwd, tiny, *options, "--trainer.total-training-steps", "1")
+    args += ["--algorithm.adv-estimator", "grpo", "--rollout.n", "2", "--data.val-size", "0"]
+    cli.ok(*args, "--data.train-batch-size", "64")
+    [row] = step_rows(cli.cwd / "runs/default")
+    assert row["distillation/taught"] == 0.25
+    assert row["distillation/reverse_kl"] != 0
+    assert row["actor/grad_norm"] > 0
+
+
+def expected_advantages(model: Path, rows: list[dict[str, Any]]) -> dict[int, float]:
+    """The mean over a response of log p(y | solution, prompt) - log p(y | prompt) by transformers, by index of a row.
+
+    Responses that are not tokenized as they were sampled are left out.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    advantages: dict[int, float] = {}
+    for i, row in enumerate(rows):
+        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        if len(response) != row["response_tokens"]:
+            continue
+        solution = eval(row["prompt"].removesuffix("="))
+        log_probs: list[torch.Tensor] = []
+        for prompt in (row["prompt"], f"{solution}: {row['prompt']}"):
+            ids = torch.tensor(tokenizer(prompt)["input_ids"] + response)
+            with torch.no_grad():
+                logits = plain(input_ids=ids[None]).logits[0, -len(response) - 1 : -1]
+            log_probs.append(logits.log_softmax(-1)[range(len(response)), response])
+        advantages[i] = (log_probs[1] - log_probs[0]).mean().item()
+    return advantages
+
+
+@pytest.mark.slow
+def test_a_policy_that_sees_the_solution_is_its_own_teacher(cli: Cli, teacher: Path) -> None:
+    """With the demo task; advantages of the first step are those of transformers, and the divergence falls."""
+    args = ["train", "--threads", "1", "--device", "cpu", "--model", str(teacher)]
+    args += ["--task.name", "chain_sum", "--task.num-train", "64", "--task.num-val", "4"]
+    args += ["--algorithm.adv-estimator", "distillation", "--algorithm.filter-groups", "False"]
+    args += ["--distillation.prompt", "{answer}: {prompt}", "--rollout.n", "2"]
+    args += ["--data.train-batch-size", "16", "--data.max-response-length", "6"]
+    args += ["--actor.optim.lr", "1e-4", "--trainer.total-training-steps", "8"]
+    args += ["--trainer.log-samples", "32", "--trainer.test-freq", "100"]
+    cli.ok(*args, "--trainer.tensorboard", "False")
+    run = cli.cwd / "runs/default"
+    rows = step_rows(run)
+    assert all(row["distillation/taught"] == 1 for row in rows)
+    assert rows[0]["training/has_signal"] == 1
+    samples = [row for row in read_rows(run / "samples.jsonl") if row["step"] == 1]
+    assert len(samples) == 32
+    advantages = expected_advantages(teacher, samples)
+    assert len(advantages) > 20
+    for i, advantage in advantages.items():
+        assert samples[i]["advantage"] == pytest.approx(advantage, abs=1e-5)
+    divergence = [row["distillation/reverse_kl"] for row in rows]
+    assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -179,6 +245,18 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         (
             {"distillation": DistillationConfig(teachers=("a",))},
             r"algorithm.filter_groups is true; expected false with distillation.teachers",
+        ),
+        (
+            {"distillation": DistillationConfig(prompt="{answer}")},
+            r"algorithm.filter_groups is true; expected false with distillation.teachers or distillation.prompt",
+        ),
+        (
+            {
+                "distillation": DistillationConfig(prompt="{answer}"),
+                "algorithm": ALONE,
+                "data": DataConfig(image_key="image"),
+            },
+            r"distillation.prompt is '{answer}'; expected '' with data.image_key 'image'",
         ),
     ],
 )

@@ -125,7 +125,7 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, gdpo, rloo, reinforce_plus_plus_baseline, opo,
     maxrl, grpo_passk), a greedy response (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, with
-    distillation.teachers alone (distillation); or by your own function (PATH.py:function)."""
+    teachers alone (distillation); or by your own function (PATH.py:function)."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, and of what is added to every loss
     (echo_coef), listed in docs/reference/algorithms.md; on the command line --algorithm.options.NAME and a value."""
@@ -236,7 +236,10 @@ _READ_WITH = (
         chosen_by={"trainer.backend": one_of("torch")},
     ),
     ReadWith(settings=("critic",), chosen_by={_ESTIMATOR: _NEEDS_CRITIC}),
-    ReadWith(settings=("distillation.coef",), chosen_by={"distillation.teachers": IS_SET}),
+    ReadWith(
+        settings=("distillation.coef",),
+        chosen_by={"distillation.teachers": IS_SET, "distillation.prompt": IS_SET},
+    ),
     ReadWith(settings=("distillation.source_key",), chosen_by={"distillation.sources": IS_SET}),
     ReadWith(
         settings=("rollout.short_response_length",), chosen_by={"rollout.tail_batching": IS_TRUE}
@@ -386,6 +389,12 @@ class TrainConfig(BaseRLConfig):
             conflicts["rollout.colocated", "false"] = {
                 overlapped: "which samples while it trains",
                 simulated: "whose roles have devices of their own",
+            }
+        if self.distillation.prompt:
+            images = f"data.image_key {self.data.image_key!r}" if self.data.image_key else ""
+            conflicts["distillation.prompt", "''"] = {
+                several_turns: "whose conversation is not one prompt's",
+                images: "whose images the text has no place for",
             }
         for (name, accepted), reasons in conflicts.items():
             # A condition that does not hold is empty.

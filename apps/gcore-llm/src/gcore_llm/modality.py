@@ -42,6 +42,7 @@ from gcore_llm.learning.preparation import (
     split_in_micro_batches,
     unscored_samples,
 )
+from gcore_llm.learning.teacher_prompts import TaughtResponses, TeacherPrompts
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.prompts import PromptSets
 from gcore_llm.sampling import sampling_params
@@ -125,7 +126,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._has_critic = has_critic(config)
         self._has_reference = has_reference(config)
         self._distillation = config.distillation
-        self._source_key = config.distillation.read_column
+        self._teacher_prompts = TeacherPrompts.of(config)
         self._keeps_cache = config.trainer.schedule == "async"
         self._probed_schedule = config.trainer.schedule if config.algorithm.max_rollout_kl else None
         self._history = LengthHistory()
@@ -169,7 +170,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             compares=True,
             quota=wave.quota,
             running=self._running,
-            source_key=self._source_key,
+            columns=self._distillation.columns,
             history=self._history,
             defers=max_tokens < limit,
         )
@@ -243,7 +244,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             group=ctx.group,
         )
         metrics |= mismatch_metrics
-        is_taught = bool(self._distillation.teachers)
+        is_taught = self._distillation.is_used
         if is_taught:
             teacher_log_probs = await self._score_by_teachers(ctx, groups, samples)
             metrics |= await add_distillation(
@@ -402,21 +403,27 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
     ) -> list[list[NDArray[np.floating] | None]]:
         """Return the mean of the teachers' log-probs, [R] of each sample; None where a prompt has no teacher."""
+        taught = TaughtResponses(groups=groups, seen=samples, written=samples)
+        if self._teacher_prompts is not None:
+            taught = self._teacher_prompts.apply(groups, samples, ctx.roles.tokenizer)
+        seen_samples = chain.from_iterable(taught.seen)
+        keys = dict(zip(map(id, seen_samples), map(id, chain(*taught.written)), strict=True))
         means: dict[int, NDArray[np.floating]] = {}
-        for role in self._distillation.roles:
+        for role in self._distillation.roles or ("actor",):
             share_of: dict[int, float] = {}
             role_groups: list[Group] = []
             role_samples: list[list[Sample]] = []
-            for group, group_samples in zip(groups, samples, strict=True):
-                share = self._distillation.shares(group.source).get(role)
+            for group, group_samples in zip(taught.groups, taught.seen, strict=True):
+                source = str(group.columns.get(self._distillation.source_key, ""))
+                share = self._distillation.shares(source).get(role)
                 if share:
                     share_of |= dict.fromkeys(map(id, group_samples), share)
                     role_groups.append(group)
                     role_samples.append(group_samples)
             micro_batches = self._micro_batches(ctx, role_groups, role_samples)
             for sample, log_probs in await self._scores(ctx, role, micro_batches):
-                key = id(sample)
-                weighted = share_of[key] * log_probs
+                key = keys[id(sample)]
+                weighted = share_of[id(sample)] * log_probs
                 means[key] = means[key] + weighted if key in means else weighted
         return [[means.get(id(sample)) for sample in group_samples] for group_samples in samples]
 

@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import string
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,8 @@ from gcore_trainer import (
 
 _ADAPTER_FILE = "adapter_config.json"
 ANY_SOURCE = "*"
+OF_RESPONSES = ("feedback", "success")
+"""Fields of distillation.prompt that are no columns."""
 _OURS = ("add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools")
 """Arguments of a template that gcore gives itself."""
 _WEIGHT = Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")
@@ -41,6 +44,21 @@ _SHARE = Bound(
     lambda share: share == "auto" or 0 <= share <= 1, "auto, true, false, or a share in [0, 1]"
 )
 _PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def template_fields(template: str) -> list[str]:
+    """Return the names in the braces of a template; none if it has others than names, or braces that do not match."""
+    try:
+        fields = [field for _, field, *_ in string.Formatter().parse(template) if field is not None]
+    except ValueError:
+        return []
+    return fields if all(map(str.isidentifier, fields)) else []
+
+
+_TEMPLATE = Bound(
+    lambda template: not template or template_fields(template),
+    "text with {COLUMN}, {feedback} or {success} in it, and other braces doubled",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +256,15 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig(Checked, section="distillation"):
-    """Teachers, whose log-probabilities of the policy's own responses the policy learns from."""
+    """Teachers, whose log-probabilities of the policy's own responses the policy learns from.
+
+    Example:
+        >>> own = DistillationConfig(prompt="{prompt} The solution is {answer}.")
+        >>> own.shares("any")  # the policy itself, by its role in training
+        {'actor': 1.0}
+        >>> own.columns
+        ['prompt', 'answer']
+    """
 
     teachers: tuple[str, ...] = ()
     """Models, by folder or by name, with the policy's tokenizer: the reverse KL divergence to them falls, token by
@@ -251,6 +277,11 @@ class DistillationConfig(Checked, section="distillation"):
     """For each teacher, the source of the prompts that it teaches, or * for all; empty: all teach all prompts. Prompts
     of other sources learn from rewards alone."""
     source_key: str = "data_source"
+    prompt: Annotated[str, _TEMPLATE] = ""
+    """What teachers see in place of the prompt, or of its last message: a text with columns of the row, such as
+    '{prompt} The solution is {answer}.', with {feedback} of the reward, or with {success}, the group's best response if
+    it is better. Responses without one of these are not taught. Without distillation.teachers the policy is its own
+    teacher: self-distillation. Empty: the prompt."""
     """Column that names a prompt's source, with distillation.sources."""
 
     def __post_init__(self) -> None:
@@ -265,23 +296,31 @@ class DistillationConfig(Checked, section="distillation"):
 
     def check_with(self, adv_estimator: str, filter_groups: bool, *, is_simulated: bool) -> None:
         """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
-        if self.teachers and filter_groups:
+        if self.is_used and filter_groups:
             raise UserError(
-                "algorithm.filter_groups is true; expected false with distillation.teachers, from which every group "
-                "learns"
+                "algorithm.filter_groups is true; expected false with distillation.teachers or distillation.prompt, "
+                "from which every group learns"
             )
-        if not self.teachers and adv_estimator == "distillation":
+        if not self.is_used and adv_estimator == "distillation":
             raise UserError(
-                "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers"
+                "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers and "
+                "distillation.prompt"
             )
-        self.require("teachers", not (self.teachers and is_simulated), "none in a simulation")
+        for name in ("teachers", "prompt"):
+            is_set = bool(getattr(self, name))
+            self.require(name, not (is_set and is_simulated), "none in a simulation")
 
     @property
-    def read_column(self) -> str:
-        """The column that is read of a row; empty: none is."""
-        if not self.sources:
-            return ""
-        return self.source_key
+    def is_used(self) -> bool:
+        return bool(self.teachers or self.prompt)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read of a row."""
+        names = [name for name in template_fields(self.prompt) if name not in OF_RESPONSES]
+        if self.sources:
+            names.append(self.source_key)
+        return names
 
     @property
     def roles(self) -> dict[str, str]:
@@ -298,6 +337,8 @@ class DistillationConfig(Checked, section="distillation"):
         }
         total = sum(role_weights.values())
         return {role: weight / total for role, weight in role_weights.items()}
+        if not self.teachers:
+            return {"actor": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from gcore_llm.data.large_prompts import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.preparation import has_routers, sample_flops, workload_of
+from gcore_llm.learning.teacher_prompts import check_columns
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import (
@@ -97,6 +98,7 @@ def train(
         prompts = load_prompts(config, tokenizer, progress=supervisor.display.show_count)
         check_lengths(config, prompts)
         config = config.over_rows(len(prompts.train))
+        check_columns(config, prompts.train)
         supervisor.take_length(config)
         if config.device.startswith("cuda"):
             from gcore_llm.learning.device_plan import plan_run

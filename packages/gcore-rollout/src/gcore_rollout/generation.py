@@ -156,8 +156,8 @@ class Generation:
     finished: Callable[[Group], object] | None = None
     """Called with each group, before any comparison, as soon as all its responses are scored."""
 
-    source_key: str = ""
-    """Column of a row that names its source, for the groups; empty: none does."""
+    columns: Sequence[str] = ()
+    """Columns of a row that its group keeps, where the row has them."""
     defers: bool = False
     """Cut a group short when a response reaches ``max_tokens``, and leave it out; its prompt index is in `deferred`."""
     history: LengthHistory | None = None
@@ -286,8 +286,10 @@ class Generation:
     def _pending_group(self, prompt_index: int, prompt: Prompt) -> "_PendingGroup":
         prompt_ids = np.array(prompt.token_ids, np.int64)
         group = Group(prompt_index=prompt_index, prompt_ids=prompt_ids, images=prompt.images)
-        if self.source_key:
-            group.source = str(prompt.row.get(self.source_key, ""))
+        for name in self.columns:
+            value = prompt.row.get(name)
+            if value is not None:
+                group.columns[name] = value if isinstance(value, list) else str(value)
         return _PendingGroup(group, prompt, missing=list(range(self.n)), prefixes=[])
 
     def _start(self, groups: list["_PendingGroup"]) -> None:
@@ -497,7 +499,12 @@ class _PendingGroup:
             return
         # Nothing reads the texts of an episode's turns any more.
         response = replace(
-            response, turns=(), score=scored.score, parts=scored.parts, answer=scored.answer
+            response,
+            turns=(),
+            score=scored.score,
+            parts=scored.parts,
+            answer=scored.answer,
+            feedback=scored.feedback,
         )
         if response.prompt_ids is not None:
             response = share_prompt(self.group, response)

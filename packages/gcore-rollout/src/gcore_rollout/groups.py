@@ -42,8 +42,8 @@ class Group:
     """Score of the greedy response, where the algorithm compares with it."""
     images: PromptImages | None = None
     """Images of the prompt."""
-    source: str = ""
-    """The prompt's row in the column `Generation.source_key`; empty: there is none."""
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Those of the prompt's row in `Generation.columns`: lists, such as chat messages, and anything else as text."""
     running_version: int | None = None
     """The weights that its episodes started with, while some are running; None: none is to be continued."""
 
@@ -131,6 +131,9 @@ class Group:
         responses.sort(key=attrgetter("index"))
         images = fields.pop("images", None)
         images = images and PromptImages.from_state(images)
+        if "source" in fields:
+            # By versions that kept one column.
+            fields["columns"] = {"data_source": fields.pop("source")}
         return cls(prompt_index=prompt_index, responses=responses, images=images, **fields)
 
 

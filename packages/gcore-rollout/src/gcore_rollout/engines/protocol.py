@@ -349,6 +349,8 @@ class Completion(AnySample):
     """Numbers that explain the score, by name."""
     answer: str | None = None
     """The answer that the reward found in the text; see `Scored.answer`."""
+    feedback: str = ""
+    """What the reward says of the response; see `Scored.feedback`."""
 
     @property
     def work(self) -> int:
