@@ -39,6 +39,10 @@ FORMULAS: Mapping[str, tuple[str, float]] = {
         "tests/gcore_trainer/test_advantages.py::test_maxrl_weighs_a_success_by_how_rare_it_is",
         1e-6,
     ),
+    "gigpo": (
+        "tests/gcore_trainer/test_advantages.py::test_gigpo_compares_turns_at_equal_states",
+        1e-5,
+    ),
     "distillation": (
         "tests/gcore_trainer/test_distillation.py::test_its_expected_gradient_is_that_of_the_divergence",
         1e-6,

@@ -207,3 +207,37 @@ def test_returns_are_given_exactly_where_a_critic_is_needed() -> None:
         advantage_estimator(needs_critic=True)(alone.function)(group)
     with pytest.raises(BatchError, match="expected None for an advantage estimator with needs_"):
         advantage_estimator()(pair.function)(group)
+
+
+@given(seed=st.integers(0, 2**32 - 1), is_normed=st.booleans())
+def test_gigpo_compares_turns_at_equal_states(seed: int, is_normed: bool) -> None:
+    """Verl-agent's two steps, one turn after the other; a state that one turn alone starts at has no advantage."""
+    rng = np.random.default_rng(seed)
+    turns: list[list[tuple[int, int, float, int]]] = []
+    sizes = rng.integers(1, 5, 4)
+    for size in sizes:
+        values = rng.normal(size=size).round(1)
+        states = rng.integers(0, 3, size)
+        turns.append([(3 * t, 3 * t + 2, float(values[t]), int(states[t])) for t in range(size)])
+    scores = rng.normal(size=4).round(1)
+    masks = [np.arange(3 * size) % 3 < 2 for size in sizes]
+    rewards = [np.append(np.zeros(m.size - 1), r) for m, r in zip(masks, scores, strict=True)]
+    group = ScoredGroup(rewards=rewards, masks=masks, turns=turns)
+    options = {"step_advantage_w": 0.5, "norm_adv_by_std_in_grpo": is_normed}
+    advantages, _ = get_advantage_estimator("gigpo")(group, **options)
+
+    def scale(values: list[float]) -> float:
+        return float(np.std(values, ddof=1)) + 1e-6 if is_normed else 1.0
+
+    returns: dict[int, list[float]] = {}
+    for session in turns:
+        for *_, value, state in session:
+            returns.setdefault(state, []).append(value)
+    for session, score, mask, actual in zip(turns, scores, masks, advantages, strict=True):
+        expected = np.zeros(mask.size)
+        for start, stop, value, state in session:
+            expected[start:stop] = (score - scores.mean()) / scale(scores.tolist())
+            alike = returns[state]
+            if len(alike) > 1:
+                expected[start:stop] += 0.5 * (value - np.mean(alike)) / scale(alike)
+        np.testing.assert_allclose(actual[mask], expected[mask], rtol=1e-5, atol=1e-5)

@@ -197,6 +197,29 @@ def test_turns_are_credited_one_by_one(cli: Cli, agent_args: list[str], credit: 
             assert row["critic/advantages/max"] == 1
 
 
+def test_turns_at_the_same_state_are_compared(cli: Cli, agent_args: list[str]) -> None:
+    """GiGPO without deviations: of each session's two turns the first follow one message, and the second another."""
+    options = ["--algorithm.adv-estimator", "gigpo", "--rollout.agent.credit", "turns"]
+    options += ["--algorithm.options.norm-adv-by-std-in-grpo", "False"]
+    args = option_set(agent_args, "--data.max-response-length", "256")
+    cli.ok(*use(args, "in_a_thread", *options, "--trainer.log-samples", "32"))
+    groups: dict[int, list[tuple[float, list[dict[str, float]]]]] = {}
+    for row in read_rows(cli.cwd / "runs/default/samples.jsonl"):
+        sampled = [piece for piece in row["pieces"] if piece["is_sampled"]]
+        assert len(sampled) == 2
+        if not row["is_filtered"]:
+            groups.setdefault(row["prompt_index"], []).append((row["score"], sampled))
+    assert groups
+    for sessions in groups.values():
+        assert len(sessions) == 4
+        mean_score = sum(score for score, _ in sessions) / 4
+        for turn in (0, 1):
+            mean_return = sum(turns[turn]["credit"] for _, turns in sessions) / 4
+            for score, turns in sessions:
+                expected = score - mean_score + turns[turn]["credit"] - mean_return
+                assert turns[turn]["advantage"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_each_agent_of_a_session_has_advantages_of_its_own(cli: Cli, agent_args: list[str]) -> None:
     """They are as computed from the journal: an agent's reward less the mean of this agent's in the group.
 
@@ -369,6 +392,10 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
         (
             ["--rollout.agent.run", "a.py:f", "--rollout.multi-turn.environment", "b.py:g"],
             "expected '' with rollout.multi_turn.environment",
+        ),
+        (
+            ["--algorithm.adv-estimator", "gigpo"],
+            "algorithm.adv_estimator is 'gigpo'; expected another one without an agent whose rollout.agent.credit is",
         ),
         (
             ["--rollout.agent.run", "a.py:f", "--algorithm.adv-estimator", "gae"],

@@ -85,7 +85,8 @@ class AgentConfig(Checked, section="rollout.agent"):
     """The value of a turn. session: the score of the whole session. turns: the rewards of this turn and of those that
     continue it. branches: the rewards of its agent, or without any those of the session. PATH.py:function: what your
     function returns, a number for each turn of a gcore_agents.Session. But for session, it counts against the mean of
-    the group, of each agent by itself if calls name theirs (x-gcore-agent)."""
+    the group, of each agent by itself if calls name theirs (x-gcore-agent); with algorithm.adv_estimator gigpo, against
+    turns at the same state, next to the session's score."""
     turn_discount: Fraction = 1.0
     """Discount per turn, with credit turns."""
 
@@ -111,6 +112,9 @@ class AgentConfig(Checked, section="rollout.agent"):
         # A return along a conversation has no meaning across its branches.
         is_outcome = not (self.run and config.algorithm.estimator.needs_critic)
         config.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
+        has_turns = not config.algorithm.estimator.reads_turns or self.credit != "session"
+        expected = "another one without an agent whose rollout.agent.credit is turns"
+        config.require("algorithm.adv_estimator", has_turns, expected)
         if self.credit not in _BY_REWARDS:
             return
         added = {

@@ -314,11 +314,15 @@ class EpisodePlayer:
             values = dict(zip(session.graph.turns(), self.credit(session), strict=True))
         credit = np.zeros(tree.token_ids.shape, np.float32)
         spans: dict[str, list[tuple[int, int]]] = {}
+        states: dict[str, list[int]] = {}
         for turn, start in zip(tree.turns, tree.turn_starts, strict=True):
             stop = start + len(turn.token_ids)
             credit[start:stop] = values.get(turn, 0.0)
             if turn.token_ids:
                 spans.setdefault(turn.agent, []).append((start, stop))
+                assert turn.parent is not None
+                state = _number_state(turn.agent, turn.parent.messages)
+                states.setdefault(turn.agent, []).append(state)
         images = None
         if tree.images:
             starts = tuple(tree.image_starts)
@@ -337,6 +341,7 @@ class EpisodePlayer:
             credit=credit if values else None,
             images=images,
             agents={agent: np.array(turns) for agent, turns in spans.items()},
+            states={agent: np.array(numbers) for agent, numbers in states.items()},
             turns=tuple(turns),
             score=session.score or 0.0,
             end=session.end,
@@ -433,6 +438,13 @@ def _make_revision(
     return RevisionEnvironment(
         messages, score, good_enough=config.good_enough, max_revisions=config.max_revisions
     )
+
+
+def _number_state(agent: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return a number that is equal for turns of one agent after equal messages since the turn before them."""
+    said = [(message["role"], message.get("content")) for message in messages]
+    digest = blake2b(repr((agent, said)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
 
 
 def agent_returns(session: Session) -> list[float]:

@@ -126,8 +126,9 @@ async def prepare(
         estimator,
         algorithm.advantage_options,
         group.all_gather,
-        credits=[scored.center_credit() for scored in groups],
+        credits=[] if estimator.reads_turns else [scored.center_credit() for scored in groups],
         parts=[[response.parts for response in scored.responses] for scored in groups],
+        turns=[[response.scored_turns() for response in scored.responses] for scored in groups],
     )
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":

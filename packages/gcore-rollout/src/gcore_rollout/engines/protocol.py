@@ -335,6 +335,8 @@ class Completion(AnySample):
     agents: Mapping[str, NDArray[np.int64]] = field(default_factory=dict[str, NDArray[np.int64]])
     """[N, 2] of an episode's agents, by name: where their turns that are trained on start and stop among the tokens. An
     agent that is not named has an empty name."""
+    states: Mapping[str, NDArray[np.int64]] = field(default_factory=dict[str, NDArray[np.int64]])
+    """[N] for the turns in `agents`: a number that is equal where what the environment said last is equal."""
     end: EpisodeEnd | None = None
     """How an episode of several turns ended; None: there is one turn."""
     turns: tuple[str, ...] = ()
@@ -368,6 +370,16 @@ class Completion(AnySample):
         if self.mask is None:
             return self.weight_versions
         return self.weight_versions[self.mask]
+
+    def scored_turns(self) -> list[tuple[int, int, float, int]]:
+        """Return start, stop, credit and state of each turn, if turns have credit."""
+        turns: list[tuple[int, int, float, int]] = []
+        if self.credit is not None:
+            for agent, states in self.states.items():
+                spans = self.agents[agent].tolist()
+                for (start, stop), state in zip(spans, states.tolist(), strict=True):
+                    turns.append((start, stop, float(self.credit[start]), state))
+        return turns
 
     def mean_credit(self) -> dict[str, float]:
         """Return the mean credit of each agent's turns, if they have credit."""

@@ -20,6 +20,10 @@ _MIN_REST = 1e-6
 ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
+ScoredTurn = tuple[int, int, float, int]
+"""A turn of an agent: where its tokens start and stop, its return, and a number that is equal for equal states."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredGroup:
     """The n responses to one prompt; R_i is the number of tokens of response i.
@@ -41,6 +45,8 @@ class ScoredGroup:
     """Score of the greedy response to the prompt, for an estimator that needs one."""
     parts: Sequence[Mapping[str, float]] = ()
     """Parts of each response's reward, by name."""
+    turns: Sequence[Sequence[ScoredTurn]] = ()
+    """The turns of each response, for an estimator that reads them."""
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -93,6 +99,8 @@ class AdvantageEstimator:
     """The greedy response to every prompt is generated and scored, too."""
     reads_token_rewards: bool = False
     """Rewards are read token by token, so that they may hold a KL penalty; otherwise only their sum is."""
+    reads_turns: bool = False
+    """Returns of turns are read, which otherwise take the place of advantages."""
     whiten: bool = False
     """The advantages are whitened over the batch."""
     min_group_size: int = 1
@@ -301,6 +309,7 @@ async def add_advantages(
     *,
     credits: Sequence[Sequence[NDArray[np.float32] | None]] = (),
     parts: Sequence[Sequence[Mapping[str, float]]] = (),
+    turns: Sequence[Sequence[Sequence[ScoredTurn]]] = (),
 ) -> dict[str, float]:
     """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
@@ -310,6 +319,7 @@ async def add_advantages(
         options: of the estimator, by name.
         credits: [R] advantages of each sample that has them already; None: the estimator makes them. Empty: of all.
         parts: of each sample's reward, by name. Empty: they have none.
+        turns: of each sample, for an estimator that reads them. Empty: they have none.
 
     Returns:
         metrics of the whole batch under verl's names.
@@ -319,8 +329,9 @@ async def add_advantages(
     """
     everyone: list[Any] = []
     scores: list[NDArray[np.float64]] = []
-    groups = zip(samples, rewards, greedy_scores, parts or [()] * len(samples), strict=True)
-    for group_samples, group_rewards, greedy_score, group_parts in groups:
+    nothing = [()] * len(samples)
+    groups = zip(samples, rewards, greedy_scores, parts or nothing, turns or nothing, strict=True)
+    for group_samples, group_rewards, greedy_score, group_parts, group_turns in groups:
         values = [s.values for s in group_samples if s.values is not None] or None
         masks = [s.mask for s in group_samples]
         scored = ScoredGroup(
@@ -329,6 +340,7 @@ async def add_advantages(
             values=values,
             greedy_score=greedy_score,
             parts=group_parts,
+            turns=group_turns,
         )
         advantages, returns = estimator(scored, **options)
         for sample, sample_advantages in zip(group_samples, advantages, strict=True):
