@@ -43,6 +43,10 @@ FORMULAS: Mapping[str, tuple[str, float]] = {
         "tests/gcore_trainer/test_advantages.py::test_gigpo_compares_turns_at_equal_states",
         1e-5,
     ),
+    "optimal_token_baseline": (
+        "tests/gcore_trainer/test_verl_oracle.py::test_optimal_token_baseline",
+        1e-6,
+    ),
     "distillation": (
         "tests/gcore_trainer/test_distillation.py::test_its_expected_gradient_is_that_of_the_divergence",
         1e-6,

@@ -46,10 +46,10 @@ def megatron_predicts(
     options: Mapping[str, Any],
     micro_batches: list[MicroBatch],
 ) -> tuple[list[list[NDArray[np.float32]]], Tensors]:
-    """Log-probs of this replica's micro-batches, and the exported weights on rank 0."""
+    """Log-probs of this replica's micro-batches at half the temperature, and the exported weights on rank 0."""
     trainer = _trainer(path, layout, options)
     own = micro_batches[trainer.data_parallel_rank :: trainer.data_parallel_size]
-    return trainer.log_probs(own), _exported(rank, trainer)
+    return trainer.log_probs(own, temperature_scale=0.5), _exported(rank, trainer)
 
 
 def megatron_critic(

@@ -280,3 +280,24 @@ def test_an_incomplete_batch_is_refused_and_changes_nothing(qwen2: Path) -> None
             trainer.train_step(empty)
     assert trainer.step == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
+
+
+def test_log_probs_at_half_the_temperature_give_sums_of_squared_probabilities(
+    qwen2: Path,
+) -> None:
+    """As a run computes the squared norms of OTB, and afterwards the temperature is what it was."""
+    samples = make_samples([Group(7, [20, 9]), Group(4, [13])], seed=0)
+    packed = PackedModel.from_pretrained(qwen2, temperature=0.7)
+    trainer = TorchTrainer(
+        packed, optimizer=OptimizerConfig(), objective=PolicyObjective(PolicyLossConfig())
+    )
+    [log_probs] = trainer.log_probs([samples])
+    [sharp] = trainer.log_probs([samples], temperature_scale=0.5)
+    model = load_padded(qwen2, dtype=torch.float64)
+    for sample, own, other in zip(samples, log_probs, sharp, strict=True):
+        ids = torch.from_numpy(np.append(sample.prompt_ids, sample.response_ids))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, sample.prompt_ids.size - 1 : -1]
+        probs = (logits / 0.7).softmax(-1)
+        np.testing.assert_allclose(np.exp(2 * own - other), probs.square().sum(-1), rtol=1e-4)
+    assert packed.temperature == 0.7

@@ -117,7 +117,7 @@ def test_scores_that_are_not_finite(verl: Any) -> None:
 def test_names_that_verl_alone_has(verl: Any) -> None:
     estimators = {getattr(name, "value", name) for name in verl.algos.ADV_ESTIMATOR_REGISTRY}
     ours = set(ESTIMATORS.names) & estimators
-    assert len(ours) == 9
+    assert len(ours) == 10
     losses = set(verl.algos.POLICY_LOSS_REGISTRY)
     assert set(POLICY_LOSSES.names) - losses == {"m2po"}
     for name in (estimators - ours) | (losses - set(POLICY_LOSSES.names)):

@@ -172,6 +172,42 @@ def test_advantages_of_groups_that_are_compared(verl: Any, name: str, seed: int)
     batch.assert_equal(advantages, expected)
 
 
+@pytest.mark.parametrize("name", ["tir_optimal_token_baseline", "optimal_token_baseline"])
+@given(seed=seeds)
+def test_optimal_token_baseline(verl: Any, name: str, seed: int) -> None:
+    """Of responses that the policy wrote whole, verl's two functions are one."""
+    batch = Batch.of(seed)
+    if name == "optimal_token_baseline":
+        for row, length in zip(batch.mask, batch.lengths, strict=True):
+            row[:length] = 1.0
+    num = len(batch.lengths)
+    index = batch.rng.integers(0, 3, num)
+    rewards = batch.normal() * batch.mask
+    log_probs = -batch.normal().abs()
+    # A distribution with this probability has at least this sum of squares.
+    squares = log_probs.exp() ** 2 * (1 + batch.normal().abs().clamp(max=1))
+    expected, _ = verl.algos.get_adv_estimator_fn(name)(
+        rewards,
+        response_mask=batch.mask,
+        index=index,
+        old_log_probs=log_probs,
+        sum_pi_squared=squares,
+    )
+    norms = batch.rows(1 - 2 * log_probs.exp() + squares)
+    advantages: list[NDArray[Any]] = [np.zeros(0)] * num
+    for group in set(index.tolist()):
+        members = np.flatnonzero(index == group).tolist()
+        scored = ScoredGroup(
+            rewards=[batch.rows(rewards)[row] for row in members],
+            masks=[batch.masks[row] for row in members],
+            squared_norms=[norms[row] for row in members],
+        )
+        own, _ = get_advantage_estimator("optimal_token_baseline")(scored)
+        for row, values in zip(members, own, strict=True):
+            advantages[row] = values
+    batch.assert_equal(advantages, expected)
+
+
 @given(seed=seeds, is_normed=st.booleans(), has_weights=st.booleans())
 def test_gdpo(verl: Any, seed: int, is_normed: bool, has_weights: bool) -> None:
     batch = Batch.of(seed, has_empty=False)

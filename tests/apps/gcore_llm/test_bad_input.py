@@ -138,6 +138,11 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--algorithm.adv-estimator", "gdpo"],
             "algorithm.options.gdpo_rewards is None; expected a table of finite weights, by the names of the reward's",
         ),
+        (
+            ["--algorithm.adv-estimator", "optimal_token_baseline"],
+            "algorithm.old_log_probs is 'rollout'; expected 'trainer' with algorithm.adv_estimator "
+            "'optimal_token_baseline', which needs probabilities of all tokens",
+        ),
         (["--algorithm.lam", "0.9"], "did you mean --algorithm.options.lam?"),
         (
             ["--algorithm.rollout-correction.rollout-is", "token"],

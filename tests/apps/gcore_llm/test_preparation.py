@@ -190,7 +190,13 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
     def arrays_of(mask: NDArray[np.bool_]) -> dict[str, Any]:
         return {
             f: drawn(mask)
-            for f in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
+            for f in (
+                "old_log_probs",
+                "rollout_log_probs",
+                "ref_log_probs",
+                "values",
+                "squared_norms",
+            )
         }
 
     return [

@@ -455,6 +455,12 @@ def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) 
         ],
         ["--algorithm.adv-estimator", "maxrl", "--actor.loss.loss-mode", "dppo_tv"],
         ["--algorithm.adv-estimator", "opo", "--actor.loss.loss-mode", "geo_mean"],
+        [
+            "--algorithm.adv-estimator",
+            "optimal_token_baseline",
+            "--algorithm.old-log-probs",
+            "trainer",
+        ],
         ["--actor.loss.loss-mode", "clip_cov", "--algorithm.options.clip-cov-lb", "0.01"],
         ["--actor.loss.loss-mode", "kl_cov", "--actor.ppo-epochs", "2"],
         ["--actor.loss.loss-mode", "m2po", "--actor.ppo-epochs", "2"],

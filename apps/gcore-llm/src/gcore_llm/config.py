@@ -124,9 +124,9 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, gdpo, rloo, reinforce_plus_plus_baseline, opo,
-    maxrl, grpo_passk), turns against those at the same state (gigpo), a greedy response (remax), the batch
-    (reinforce_plus_plus) or a critic (gae); not at all, with teachers alone (distillation); or by your own function
-    (PATH.py:function)."""
+    maxrl, grpo_passk, optimal_token_baseline), turns against those at the same state (gigpo), a greedy response
+    (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, with teachers alone (distillation); or by
+    your own function (PATH.py:function)."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, and of what is added to every loss
     (echo_coef), listed in docs/reference/algorithms.md; on the command line --algorithm.options.NAME and a value."""
@@ -396,6 +396,17 @@ class TrainConfig(BaseRLConfig):
             conflicts["distillation.prompt", "''"] = {
                 several_turns: "whose conversation is not one prompt's",
                 images: "whose images the text has no place for",
+            }
+        if algorithm.estimator.needs_squared_norms:
+            estimator = f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
+            is_engines = algorithm.old_log_probs == "rollout"
+            conflicts["algorithm.old_log_probs", "'trainer'"] = {
+                estimator if is_engines else "": "which needs probabilities of all tokens"
+            }
+            conflicts["algorithm.rollout_correction.rollout_is", "none"] = {
+                estimator
+                if algorithm.rollout_correction.rollout_is
+                else "": "which weighs without it"
             }
         for (name, accepted), reasons in conflicts.items():
             # A condition that does not hold is empty.

@@ -43,7 +43,12 @@ from gcore_llm.learning.preparation import (
     unscored_samples,
 )
 from gcore_llm.learning.teacher_prompts import TaughtResponses, TeacherPrompts
-from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
+from gcore_llm.learning.trainer_worker import (
+    SHARP_ACTOR,
+    has_critic,
+    has_reference,
+    needs_old_log_probs,
+)
 from gcore_llm.prompts import PromptSets
 from gcore_llm.sampling import sampling_params
 from gcore_placement import PlacementError, TransformerWorkload, balance
@@ -378,6 +383,11 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         elif needs_old:
             for sample, log_probs in await self._scores(ctx, "actor", micro_batches):
                 sample.old_log_probs = log_probs
+        if self._config.algorithm.estimator.needs_squared_norms:
+            for sample, sharp in await self._scores(ctx, SHARP_ACTOR, micro_batches):
+                assert sample.old_log_probs is not None
+                squares = np.exp(2 * sample.old_log_probs - sharp)
+                sample.squared_norms = 1 - 2 * np.exp(sample.old_log_probs) + squares
         if self._has_reference:
             for sample, log_probs in await self._scores(ctx, "reference", micro_batches):
                 sample.ref_log_probs = log_probs

@@ -23,6 +23,7 @@ _PER_TOKEN = (
     "rollout_is_weights",
     "values",
     "returns",
+    "squared_norms",
 )
 
 
@@ -156,6 +157,8 @@ class Sample:
     """Under the critic before the step's first update; needed to train it."""
     returns: NDArray[np.float32] | None = None
     """Targets of the critic."""
+    squared_norms: NDArray[np.float32] | None = None
+    """Squared norm of the gradient of each token's log-probability by the logits: 1 - 2 p(y) + sum_v p(v)^2."""
     routed_experts: NDArray[np.int16] | None = None
     """[num_inputs, L, K] the K experts of the policy that every input token passes through in each of L layers, in the
     order of prompt and response (see `router_replay`): 2 bytes each, 768 bytes a token with 8 experts in 48 layers.

@@ -261,6 +261,8 @@ class Trainer(BaseTrainer, ABC):
 
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
+    _head: Any
+    """Has the temperature of log-probs."""
     _base: str
     """The folder, or the name, of the model that training started from."""
 
@@ -307,9 +309,20 @@ class Trainer(BaseTrainer, ABC):
             raise BatchError("micro_batches holds no sample; expected at least one in any replica")
         return self._update(self._backward(learned, max(num_batches), totals))
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches."""
-        return self._predict_by_sample(micro_batches, "tokens")
+    def log_probs(
+        self, micro_batches: Sequence[MicroBatch], *, temperature_scale: float = 1.0
+    ) -> list[list[NDArray[np.float32]]]:
+        """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches.
+
+        Args:
+            temperature_scale: the temperature for these, as a multiple of the trainer's. With log-probs l at 1 and m at
+                1/2, exp(2 l - m) is the sum of the squared probabilities of all tokens.
+        """
+        self._head.temperature *= temperature_scale
+        try:
+            return self._predict_by_sample(micro_batches, "tokens")
+        finally:
+            self._head.temperature /= temperature_scale
 
     def log_probs_and_routing(
         self, micro_batches: Sequence[MicroBatch]
@@ -422,6 +435,7 @@ class TorchTrainer(Trainer):
                 f"gives, and not {objective.scores}"
             )
         self._model = packed
+        self._head = packed
         self._module = packed.model
         self._parallel = parallel
         self._base = packed.model.name_or_path

@@ -32,7 +32,7 @@ from gcore_trainer import (
     overlong_penalty,
 )
 
-_READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
+_READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "squared_norms")
 """Arrays of a sample that advantages and corrections are made of."""
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 

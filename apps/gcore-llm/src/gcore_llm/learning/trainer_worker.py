@@ -29,8 +29,17 @@ def has_reference(config: TrainConfig) -> bool:
 
 
 def needs_old_log_probs(config: TrainConfig) -> bool:
-    """Return whether a correction or the KL in the reward needs the trainer's own log-probs."""
-    return config.algorithm.rollout_correction.is_active or bool(config.algorithm.kl_ctrl.kl_coef)
+    """Return whether a correction, the KL in the reward or the estimator needs the trainer's own log-probs."""
+    algorithm = config.algorithm
+    return (
+        algorithm.rollout_correction.is_active
+        or bool(algorithm.kl_ctrl.kl_coef)
+        or algorithm.estimator.needs_squared_norms
+    )
+
+
+SHARP_ACTOR = "actor at half the temperature"
+"""Role of the policy's log-probs of which sums of squared probabilities are made."""
 
 
 def check_libraries(config: TrainConfig) -> None:
@@ -81,6 +90,9 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool
     ) -> list[list[Any]]:
         """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
+        if role == SHARP_ACTOR:
+            self.use("actor")
+            return self.trainers["actor"].log_probs(micro_batches, temperature_scale=0.5)
         self.use(role)
         if role in self._frozen:
             if role != "reference":

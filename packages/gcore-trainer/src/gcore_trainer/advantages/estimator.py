@@ -41,6 +41,8 @@ class ScoredGroup:
     """[R_i] of each response: tokens that the policy wrote."""
     values: Sequence[NDArray[np.floating]] | None = None
     """[R_i] of each response: the critic's values, for an estimator that needs a critic."""
+    squared_norms: Sequence[NDArray[np.floating]] | None = None
+    """[R_i] of each response: see `Sample.squared_norms`, for an estimator that needs them."""
     greedy_score: float | None = None
     """Score of the greedy response to the prompt, for an estimator that needs one."""
     parts: Sequence[Mapping[str, float]] = ()
@@ -97,6 +99,8 @@ class AdvantageEstimator:
     needs_critic: bool = False
     needs_greedy: bool = False
     """The greedy response to every prompt is generated and scored, too."""
+    needs_squared_norms: bool = False
+    """`Sample.squared_norms` are computed, by one more pass of the policy."""
     reads_token_rewards: bool = False
     """Rewards are read token by token, so that they may hold a KL penalty; otherwise only their sum is."""
     reads_turns: bool = False
@@ -111,6 +115,7 @@ class AdvantageEstimator:
         for field, is_needed in (
             ("values", self.needs_critic),
             ("greedy_score", self.needs_greedy),
+            ("squared_norms", self.needs_squared_norms),
         ):
             if is_needed and getattr(group, field) is None:
                 raise BatchError(
@@ -333,11 +338,13 @@ async def add_advantages(
     groups = zip(samples, rewards, greedy_scores, parts or nothing, turns or nothing, strict=True)
     for group_samples, group_rewards, greedy_score, group_parts, group_turns in groups:
         values = [s.values for s in group_samples if s.values is not None] or None
+        norms = [s.squared_norms for s in group_samples if s.squared_norms is not None] or None
         masks = [s.mask for s in group_samples]
         scored = ScoredGroup(
             rewards=group_rewards,
             masks=masks,
             values=values,
+            squared_norms=norms,
             greedy_score=greedy_score,
             parts=group_parts,
             turns=group_turns,

@@ -140,8 +140,9 @@ class MegatronTrainer(Trainer):
         self._device = device
         self._path = Path(path)
         self._base = str(path)
+        self._head = self
         self._architecture = architecture
-        self._temperature = temperature
+        self.temperature = temperature
         self._parallel = parallel
         self._gather = partial(gather_weights, dtype=dtype, device=device)
         self._lora = lora
@@ -309,7 +310,7 @@ class MegatronTrainer(Trainer):
             hidden_nD,
             weight_VD,
             row.target_ids,
-            temperature=self._temperature,
+            temperature=self.temperature,
             entropy_grad=self._objective.entropy_grad,
             vocab=VocabShard(
                 group=tp_group,
