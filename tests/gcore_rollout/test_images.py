@@ -341,6 +341,8 @@ def test_places_and_images_are_as_many(processor: VisionProcessor) -> None:
     assert processor.expand([40, IMAGE, 41], [WIDE]) == (40, *[IMAGE] * 6, 41)
     with pytest.raises(RequestError, match="a prompt has 2 images; expected 1"):
         processor.expand([40, IMAGE, 41], [WIDE, TALL])
+    with pytest.raises(RequestError, match=r"images of \[6, 1\] tokens and places of \[7\]"):
+        processor.expand([40, IMAGE, IMAGE, 41], [WIDE, SMALL])
 
 
 async def test_an_engine_that_sees_nothing_refuses_images(
@@ -355,7 +357,9 @@ async def test_an_engine_that_sees_nothing_refuses_images(
 def test_a_folder_that_sees_nothing_has_no_processor(
     tied: TinyModel, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    with pytest.raises(EngineModelError, match="expected qwen2_vl or qwen2_5_vl"):
+    with pytest.raises(
+        EngineModelError, match=r"is 'qwen2'; expected one of gemma3, .* for images"
+    ):
         VisionProcessor.from_pretrained(tied.path)
     (tmp_path / "config.json").write_bytes((folders["old"] / "config.json").read_bytes())
     with pytest.raises(EngineModelError, match="preprocessor_config"):

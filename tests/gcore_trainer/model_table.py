@@ -1,6 +1,6 @@
-"""The table of models that packed training computes, from a sweep over tiny models of every type.
+"""The tables of models that packed training computes, from sweeps over tiny models of every type.
 
-``python tests/gcore_trainer/model_table.py`` writes it to docs/reference/models.md.
+``python tests/gcore_trainer/model_table.py`` writes them to docs/reference/models.md.
 """
 
 import re
@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import MODEL_TYPES, UNBUILT, WINDOW, tiny_config
 from trainer_oracles import Group, deviation, load_padded, make_samples, save_model
+from vision_models import VISION_TYPES
+from vision_table import TOLERANCE, vision_outcome
 
 from gcore_trainer import (
     OptimizerConfig,
@@ -34,7 +36,6 @@ from gcore_trainer import (
 from gcore_trainer.torch.optimizer import gather_full_tensor
 
 TABLE = Path(__file__).parents[2] / "docs/reference/models.md"
-TOLERANCE = 2e-4
 _SAMPLES = make_samples([Group(12, [9, 4]), Group(5, [7]), Group(20, [15, 1, 6])], seed=0)
 _LONGEST = 35
 _HEADER = f"""# Models that packed training computes
@@ -50,6 +51,26 @@ Written by `python tests/gcore_trainer/model_table.py`, and compared with the co
 
 | model type | packed training |
 |---|---|
+"""
+_VISION_TITLE = "## Models that read images"
+_VISION_HEADER = f"""
+{_VISION_TITLE}
+
+Every type of `AutoModelForImageTextToText`, as a tiny random model in float32. `exact` means that log-probabilities of
+a packed row (prompts with none, one, two and three images, of different sizes where the type allows them, each shared
+by three responses) are those of transformers' own processor and model, one sample at a time, within {TOLERANCE:g} nats;
+and that log-probabilities of what the `hf` engine generates to the same prompts are those of training. SmolVLM's
+processor needs the package `num2words`.
+
+Images of the other types are not understood: their models are refused when they are loaded, or take text alone where
+the first table has them. Among them are LLaVA-NeXT and LLaVA-OneVision (how many tokens an image takes depends on its
+size before it is resized, and on whether it is the only one of its prompt), PaliGemma (all tokens of a prompt see each
+other), models whose layers attend to images (Idefics, Mllama) or that read with an encoder and write with a decoder
+(Florence-2, UDOP, Pix2Struct), and Aya Vision and Command A Vision (transformers does not scale their logits as it
+does those of their language models).
+
+| model type | packed training | generation by `hf` |
+|---|---|---|
 """
 
 
@@ -124,14 +145,25 @@ def _bfloat16(
 
 def table() -> str:
     """Return the whole file."""
-    return _HEADER + "".join(
-        f"| `{model_type}` | {outcome(model_type)} |\n" for model_type in MODEL_TYPES
-    )
+    lines = [_HEADER]
+    lines += [f"| `{model_type}` | {outcome(model_type)} |\n" for model_type in MODEL_TYPES]
+    lines.append(_VISION_HEADER)
+    for model_type in VISION_TYPES:
+        lines.append(f"| `{model_type}` | {' | '.join(vision_outcome(model_type))} |\n")
+    return "".join(lines)
 
 
 def rows() -> dict[str, str]:
-    """Return the outcome of each model type, as the file has it."""
-    return dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", TABLE.read_text(), re.MULTILINE))
+    """Return the outcome of each type of causal LM, as the file has it."""
+    text = TABLE.read_text().partition(_VISION_TITLE)[0]
+    return dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", text, re.MULTILINE))
+
+
+def vision_rows() -> dict[str, tuple[str, str]]:
+    """Return the outcomes of each type that reads images, as the file has them."""
+    text = TABLE.read_text().partition(_VISION_TITLE)[2]
+    found = re.findall(r"^\| `(\S+)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    return {model_type: (packed, generated) for model_type, packed, generated in found}
 
 
 @torch.no_grad()

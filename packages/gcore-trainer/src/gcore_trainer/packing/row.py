@@ -42,14 +42,21 @@ class PackedPlan:
 
     Args:
         cp: the ranks that divide the row; None: this process holds all of it.
+        blocks: places of tokens that see each other, and of those that they see in all (see `RowImages.blocks`).
     """
 
     def __init__(
-        self, batch: PackedBatch, *, device: torch.device, cp: ContextParallel | None = None
+        self,
+        batch: PackedBatch,
+        *,
+        device: torch.device,
+        cp: ContextParallel | None = None,
+        blocks: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         self.num_calls = 0
         """Attention layers served so far."""
         self.batch = batch
+        self._blocks = blocks
         self._device = device
         self._longest = max(s.context_length + s.length for s in batch.segments)
         is_shared = any(s.parent for s in batch.segments)
@@ -70,7 +77,12 @@ class PackedPlan:
         q_THD, k_TKD, v_TKV = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         if self._divided is not None:
             return self._divided.attend(q_THD, k_TKD, v_TKV, attention, self._attend)[None]
-        return self._attend(q_THD, k_TKD, v_TKV, attention)[None]
+        out_THV = self._attend(q_THD, k_TKD, v_TKV, attention)
+        for block, context in self._blocks:
+            out_THV = out_THV.index_copy(
+                0, block, _attend_block(q_THD[block], k_TKD[context], v_TKV[context], attention)
+            )
+        return out_THV[None]
 
     def _attend(
         self,
@@ -173,6 +185,26 @@ class ShortRow:
             )
             rows.append(out_SHQV.transpose(1, 2).flatten(0, 1))
         return torch.cat(rows).index_select(0, self._unpack_index)
+
+
+def _attend_block(
+    q_LHD: torch.Tensor, k_CKD: torch.Tensor, v_CKV: torch.Tensor, attention: AttentionKind
+) -> torch.Tensor:
+    """Compute attention [L, H, V] of tokens that see each other, the last L of C, and what precedes them."""
+    if attention.softcap is not None or attention.sinks is not None:
+        raise UnsupportedModelError(
+            "tokens of an image see each other in a layer with a softcap or sinks; expected neither"
+        )
+    key_C = torch.arange(len(k_CKD), device=q_LHD.device)
+    query_L1 = key_C[-len(q_LHD) :, None]
+    is_near_LC = query_L1 - key_C < (attention.sliding_window or len(k_CKD))
+    out_HLV = scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q_LHD, k_CKD, v_CKV)),
+        attn_mask=is_near_LC | (key_C >= query_L1[0]),
+        scale=attention.scale,
+        enable_gqa=q_LHD.shape[1] != k_CKD.shape[1],
+    )[0]
+    return out_HLV.transpose(0, 1)
 
 
 def _select(x_THD: torch.Tensor, index_SL: torch.Tensor) -> torch.Tensor:
@@ -291,7 +323,8 @@ def make_rows(
             images = vision.row_images(samples, batch)
         elif any(sample.images is not None for sample in samples):
             raise BatchError(
-                "a sample has images: this backend or model sees none, the torch backend does with a Qwen-VL model"
+                "a sample has images: this backend or model sees none, the torch backend does with a model that reads "
+                "images (docs/reference/models.md)"
             )
         routing = None
         if replay_routing and any(sample.routed_experts is not None for sample in samples):
@@ -302,7 +335,9 @@ def make_rows(
                 batch=batch,
                 input_ids=on_device(batch.input_ids[row_index][None], device),
                 positions=on_device(batch.positions[row_index][None], device),
-                plan=PackedPlan(batch, device=device, cp=cp),
+                plan=PackedPlan(
+                    batch, device=device, cp=cp, blocks=() if images is None else images.blocks
+                ),
                 source_index=on_device(source_index, device),
                 target_ids=on_device(target_ids, device),
                 cp=cp,

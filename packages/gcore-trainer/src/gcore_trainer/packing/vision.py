@@ -1,9 +1,11 @@
-"""Images in packed rows: one pass of a transformers vision tower for a row's images, and positions of three axes.
+"""Images in packed rows: one pass of a transformers vision tower for a row's images, and their places among the tokens.
 
-Shapes: T packed tokens, D hidden dimension, M merged patches of a row's images, each in the place of one token.
+Shapes: T packed tokens, D hidden dimension, M features of a row's images, each in the place of one image token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,33 @@ from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.layout import PackedBatch
 from gcore_trainer.sample import Images, MicroBatch, Sample, cut_at_forks
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
-"""Model types whose images are understood."""
+VISION_MODELS = {
+    "gemma3": "tiles",
+    "glm46v": "grid",
+    "glm4v": "grid",
+    "glm4v_moe": "grid",
+    "glm_ocr": "grid",
+    "idefics3": "nested tiles",
+    "internvl": "tiles",
+    "lighton_ocr": "sizes",
+    "llava": "tiles",
+    "mistral3": "sizes",
+    "paddleocr_vl": "square grid",
+    "qwen2_5_vl": "grid",
+    "qwen2_vl": "grid",
+    "qwen3_5": "grid",
+    "qwen3_5_moe": "grid",
+    "qwen3_vl": "grid",
+    "qwen3_vl_moe": "grid",
+    "smolvlm": "nested tiles",
+    "vipllava": "tiles",
+}
+"""Model types whose images are understood, and what the rows of `Images.pixel_values` are for each.
+
+``grid``: patches as transformers' image processor returns them, flat or ``square``. ``sizes``: patches of an image of
+any size, row by row, which the tower gets whole. ``tiles``: square images of the tower's size, several for each image,
+in a batch of their own if ``nested``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,28 +52,40 @@ class RowImages:
     """The images of a packed row."""
 
     positions: torch.Tensor
-    """[3, 1, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191, section 2.1)."""
-    pixel_values: torch.Tensor
-    """[patches, features]."""
-    grid_thw: torch.Tensor
-    """[images, 3]."""
+    """[1, T], or with three axes [3, 1, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191,
+    section 2.1)."""
+    inputs: list[dict[str, torch.Tensor]]
+    """Arguments of calls of ``get_image_features`` of transformers' model."""
     patch_index: torch.Tensor
-    """[M] index of each merged patch's token in the row."""
+    """[M] index of each feature's token in the row, in the order of the images."""
+    blocks: list[tuple[torch.Tensor, torch.Tensor]]
+    """For each image whose tokens see each other: their places in the row, and those of all tokens up to its end."""
 
 
 class Vision:
-    """The vision tower of a transformers model of the Qwen-VL kind."""
+    """The vision tower of a transformers model of `VISION_MODELS`."""
 
     def __init__(self, model: Any) -> None:
+        config = model.config
         self._model = model
-        self._image_token_id: int = model.config.image_token_id
-        self._merge: int = model.config.vision_config.spatial_merge_size
+        self._layout: str = VISION_MODELS[config.model_type]
+        self._image_token_id: int = config.image_token_id
+        self._has_axes = hasattr(model.base_model, "get_rope_index")
+        self._sees_whole_images = config.model_type == "gemma3"
+        vision = config.vision_config
+        merge = getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
+        self._merged_patches = merge**2
+        self._tokens_per_tile = 1
+        if self._layout.endswith("tiles"):
+            self._tokens_per_tile = _tokens_per_tile(model)
 
     def row_images(self, samples: MicroBatch, batch: PackedBatch) -> RowImages | None:
         """Collect the images of a row's samples; None: there are none."""
         if all(sample.images is None for sample in samples):
             return None
-        positions_3T = np.repeat(batch.positions[None], 3, axis=0)
+        positions_1T = batch.positions[None]
+        if self._has_axes:
+            positions_1T = np.repeat(positions_1T[None], 3, axis=0)
         pixel_values: list[NDArray[np.float32]] = []
         grids: list[NDArray[np.int64]] = []
         patch_index: list[NDArray[np.int64]] = []
@@ -60,94 +99,134 @@ class Vision:
             num_prompt = sample.prompt_ids.size
             prompt_places = np.arange(last - num_prompt, last) + 1
             row_places = np.concatenate([prompt_places, response_places])
-            starts, is_image = self._find_images(sample, images)
-            is_input = row_places >= 0
-            positions_3N = self._positions(sample, images, starts, is_image)
-            positions_3T[:, row_places[is_input]] = positions_3N[:, is_input]
+            image_index = self._find_images(sample, images)
+            _check_whole(sample, image_index)
+            if self._has_axes:
+                is_input = row_places >= 0
+                positions_3N = self._positions(sample, images, image_index)
+                positions_1T[:, 0, row_places[is_input]] = positions_3N[:, is_input]
             first = 0
             if last in prompts:
                 # Another sample of the row has the prompt's images.
                 first = images.count_before(num_prompt)
-                is_image[:num_prompt] = False
             prompts.add(last)
             pixel_values += images.patches[first:]
             grids.append(images.grid_thw[first:])
-            patch_index.append(row_places[is_image])
+            patch_index += [row_places[index] for index in image_index[first:]]
         device = self._model.device
+        blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._sees_whole_images:
+            for index in patch_index:
+                context = _sequence_to(batch, int(index[-1]))
+                blocks.append((on_device(index, device), on_device(context, device)))
+        inputs = self._model_inputs(np.concatenate(pixel_values), np.concatenate(grids))
         return RowImages(
-            positions=on_device(positions_3T[:, None], device),
-            pixel_values=on_device(np.concatenate(pixel_values), device),
-            grid_thw=on_device(np.concatenate(grids), device),
+            positions=on_device(positions_1T, device),
+            inputs=[{name: on_device(a, device) for name, a in call.items()} for call in inputs],
             patch_index=on_device(np.concatenate(patch_index), device),
+            blocks=blocks,
         )
 
-    def embed(self, input_ids: torch.Tensor, images: RowImages | None) -> torch.Tensor:
-        """Embed a row's tokens [1, T] with its images: [1, T, D]."""
+    def decoder_inputs(
+        self, input_ids: torch.Tensor, images: RowImages | None
+    ) -> dict[str, torch.Tensor]:
+        """Embed a row's tokens [1, T] with its images: arguments of the model's text decoder."""
         embeddings_1TD = self._model.get_input_embeddings()(input_ids)
+        base = self._model.base_model
         if images is None:
-            if not torch.is_grad_enabled():
-                return embeddings_1TD
-            # Ranks of a divided model must all have gradients of the tower, even if of nothing.
-            tower: torch.nn.Module = self._model.base_model.visual
-            return embeddings_1TD + 0.0 * torch.stack([p.sum() for p in tower.parameters()]).sum()
-        features = self._model.base_model.get_image_features(
-            images.pixel_values, images.grid_thw
-        ).pooler_output
-        features_1MD = torch.cat(features)[None].to(embeddings_1TD.dtype)
-        return embeddings_1TD.index_copy(1, images.patch_index, features_1MD)
+            if torch.is_grad_enabled():
+                # Ranks of a divided model must all have gradients of the tower, even if of nothing.
+                decoder = self._model.get_decoder()
+                towers: list[torch.nn.Module] = [m for m in base.children() if m is not decoder]
+                sums = [p.sum() for tower in towers for p in tower.parameters()]
+                embeddings_1TD = embeddings_1TD + 0.0 * torch.stack(sums).sum()
+            return {"inputs_embeds": embeddings_1TD}
+        outputs = [base.get_image_features(**call, return_dict=True) for call in images.inputs]
+        index = images.patch_index
+        features_MD = _join([output.pooler_output for output in outputs]).to(embeddings_1TD.dtype)
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embeddings_1TD.index_copy(1, index, features_MD[None])
+        }
+        if "deepstack_features" in outputs[0]:
+            # Added to hidden states of the first layers (DeepStack, arXiv 2406.04334), in the order of the row.
+            is_image_1T = torch.zeros_like(input_ids, dtype=torch.bool)
+            inputs["visual_pos_masks"] = is_image_1T.index_fill(1, index, True)
+            by_layer = zip(*(output.deepstack_features for output in outputs), strict=True)
+            inputs["deepstack_visual_embeds"] = [
+                _join(features)[index.argsort()] for features in by_layer
+            ]
+        return inputs
 
-    def _find_images(
-        self, sample: Sample, images: Images
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return where images start in prompt and response, and [P + R] which tokens stand for their patches.
+    def _model_inputs(
+        self, pixel_values: NDArray[np.float32], grid_thw: NDArray[np.int64]
+    ) -> list[dict[str, NDArray[Any]]]:
+        """Return patches and grids of images as the model takes them, in one call or one for each image."""
+        if self._layout == "grid":
+            return [{"pixel_values": pixel_values, "image_grid_thw": grid_thw}]
+        channels: int = self._model.config.vision_config.num_channels
+        side = isqrt(pixel_values.shape[1] // channels)
+        squares = pixel_values.reshape(-1, channels, side, side)
+        if self._layout == "square grid":
+            return [{"pixel_values": squares, "image_grid_thw": grid_thw}]
+        if self._layout == "tiles":
+            return [{"pixel_values": squares}]
+        if self._layout == "nested tiles":
+            return [{"pixel_values": squares[None]}]
+        calls: list[dict[str, NDArray[Any]]] = []
+        ends = grid_thw.prod(1).cumsum()
+        for patches, (_, rows, columns) in zip(np.split(squares, ends[:-1]), grid_thw, strict=True):
+            image = patches.reshape(rows, columns, *squares.shape[1:]).transpose(2, 0, 3, 1, 4)
+            whole = image.reshape(1, channels, rows * side, columns * side)
+            calls.append({"pixel_values": whole, "image_sizes": np.array([whole.shape[2:]])})
+        return calls
+
+    def _find_images(self, sample: Sample, images: Images) -> list[NDArray[np.int64]]:
+        """Return which of the [P + R] tokens of prompt and response stand for the features of each image.
 
         An image token that the policy wrote is text.
         """
         is_image = np.concatenate([sample.prompt_ids, sample.response_ids]) == self._image_token_id
         if images.starts is None:
             is_image[sample.prompt_ids.size :] = False
-        edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False))
-        runs = dict(zip(edges[::2].tolist(), np.diff(edges)[::2].tolist(), strict=True))
+        places = np.flatnonzero(is_image)
+        # Bounds of runs of image tokens, as indices of places.
+        bounds = np.flatnonzero(np.diff(places, prepend=-2, append=is_image.size + 1) > 1)
+        counts = images.grid_thw.prod(1) * self._tokens_per_tile // self._merged_patches
+        firsts = counts.cumsum() - counts
+        is_complete = places.size == counts.sum()
         if images.starts is not None:
-            runs = {start: runs.get(start, 0) for start in images.starts.tolist()}
-        needed = (images.grid_thw.prod(1) // self._merge**2).tolist()
-        lengths = [*runs.values()]
-        if lengths != needed:
+            firsts = places.searchsorted(images.starts)
+            is_complete = np.isin(images.starts, places).all()
+        stops = firsts + counts
+        if not (is_complete and np.isin(firsts, bounds).all() and np.isin(stops, bounds).all()):
             raise BatchError(
-                f"a sample has runs of {lengths} image tokens ({self._image_token_id}), and images of {needed} merged "
-                "patches; expected one run for each image, of as many tokens"
+                f"a sample has runs of {np.diff(bounds).tolist()} image tokens ({self._image_token_id}), and images of "
+                f"{counts.tolist()} features; expected one run for each image, of as many tokens (several where the "
+                "model's processor writes other tokens between them)"
             )
-        is_image[:] = False
-        for start, length in runs.items():
-            is_image[start : start + length] = True
-        return np.array([*runs]), is_image
+        return [places[first:stop] for first, stop in zip(firsts, stops, strict=True)]
 
     def _positions(
-        self,
-        sample: Sample,
-        images: Images,
-        starts: NDArray[np.int64],
-        is_image: NDArray[np.bool_],
+        self, sample: Sample, images: Images, image_index: list[NDArray[np.int64]]
     ) -> NDArray[np.int64]:
         """Return positions [3, P + R] of prompt and response, each after those of the token that it follows.
 
         Images take fewer positions than tokens.
         """
         tokens = np.concatenate([sample.prompt_ids, sample.response_ids])
+        starts = np.array([index[0] for index in image_index])
+        is_image = np.zeros(tokens.size, np.int64)
+        is_image[np.concatenate(image_index)] = 1
         num_prompt = sample.prompt_ids.size
         spans = [(-num_prompt, 0, -2), *cut_at_forks(sample.response_ids.size, sample.forks)]
         positions_3N = np.empty((3, tokens.size), np.int64)
         next_positions = {-2: 0}
         for start, stop, parent in spans:
             span = slice(start + num_prompt, stop + num_prompt)
-            if stop < sample.response_ids.size and is_image[span.stop - 1 : span.stop + 1].all():
-                raise BatchError(
-                    f"an image is cut at response token {stop}; expected it on one side of prompt and forks"
-                )
             grid_thw = images.grid_thw[(span.start <= starts) & (starts < span.stop)]
             positions, offset = self._model.base_model.get_rope_index(
                 torch.from_numpy(tokens[span])[None],
-                mm_token_type_ids=torch.from_numpy(is_image[span].astype(np.int64))[None],
+                mm_token_type_ids=torch.from_numpy(is_image[span])[None],
                 image_grid_thw=torch.from_numpy(grid_thw),
             )
             positions_3N[:, span] = positions[:, 0].numpy() + next_positions[parent]
@@ -155,11 +234,48 @@ class Vision:
         return positions_3N
 
 
+def _check_whole(sample: Sample, image_index: list[NDArray[np.int64]]) -> None:
+    """Raise `BatchError` for an image that is partly in the prompt, or on both sides of a fork."""
+    num_prompt = sample.prompt_ids.size
+    for start, _, _ in cut_at_forks(sample.response_ids.size, sample.forks):
+        for index in image_index:
+            if index[0] < start + num_prompt <= index[-1]:
+                raise BatchError(
+                    f"an image is cut at response token {start}; expected it on one side of prompt and forks"
+                )
+
+
+def _tokens_per_tile(model: Any) -> int:
+    """Return how many image tokens of a prompt a square image of the tower's size takes."""
+    for source in (model.config, model.base_model):
+        for name in ("mm_tokens_per_image", "image_seq_length", "image_seq_len"):
+            if hasattr(source, name):
+                return getattr(source, name)
+    raise AssertionError(type(model))
+
+
+def _join(features: Sequence[Any]) -> torch.Tensor:
+    """Return the features [M, D] of all images, which transformers returns for each or in tensors of several."""
+    return torch.cat([part.flatten(0, -2) for parts in features for part in parts])
+
+
+def _sequence_to(batch: PackedBatch, last: int) -> NDArray[np.int64]:
+    """Return the places of all tokens that the token at a place follows, and its own."""
+    for segment in batch.segments:
+        if last in segment.tokens:
+            return segment.sequence[: segment.context_length + last - segment.start + 1]
+    raise AssertionError(last)
+
+
 def checkpoint_name(model: Any, name: str) -> str:
     """Return a parameter's name in a Hugging Face folder: transformers renames those of vision-language models."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})
+    try:
+        [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})
+    except (IndexError, RuntimeError):
+        # Experts: a folder has matrices of which transformers makes one tensor, whose name it keeps here.
+        return name
     return renamed
 
 

@@ -136,7 +136,8 @@ def choose_class(model_class: Any, path: str | Path, attention: str) -> tuple[An
     auto_class = model_class.auto_class
     implementations = attention
     config = AutoConfig.from_pretrained(path, **model_class.load_options)
-    if config.model_type in VISION_MODELS:
+    is_known = auto_class is not None and type(config) in auto_class._model_mapping
+    if config.model_type in VISION_MODELS and (model_class.vision_class or not is_known):
         auto_class = model_class.vision_class
         implementations = {"text_config": attention, "vision_config": "sdpa"}
     if auto_class is None:
@@ -145,7 +146,8 @@ def choose_class(model_class: Any, path: str | Path, attention: str) -> tuple[An
         )
     if type(config) not in auto_class._model_mapping:
         raise UnsupportedModelError(
-            f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has"
+            f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has, or one whose images "
+            f"are understood: {', '.join(VISION_MODELS)}"
         )
     return auto_class, implementations, config
 

@@ -143,7 +143,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         model.get_input_embeddings().padding_idx = None
         self.lora = lora
         self.model = model
-        self.vision = Vision(model) if model.config.model_type in VISION_MODELS else None
+        self.vision = None
+        if self.vision_class is not None and model.config.model_type in VISION_MODELS:
+            self.vision = Vision(model)
         """Vision tower of the model; None: there is none."""
         self.share_prefix = share_prefix
         self.compute_dtype = model.dtype
@@ -246,9 +248,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def layers(self) -> list[torch.nn.Module]:
         """Return the model's layers, first to last."""
         count: int = self._text_config.num_hidden_layers
-        model: torch.nn.Module = (
-            self.model if self.vision is None else self.model.base_model.language_model
-        )
+        model: torch.nn.Module = self.model if self.vision is None else self.model.get_decoder()
         stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
         for stack in stacks:
             if len(stack) == count:
@@ -379,14 +379,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
-        inputs = {"position_ids": row.positions}
-        if self.vision is None:
-            inputs["input_ids"] = row.input_ids
-        else:
-            inputs["inputs_embeds"] = self.vision.embed(row.input_ids, row.images)
-        if row.images is not None:
-            inputs["position_ids"] = row.images.positions
-        output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
+        decoder = self.model.base_model
+        inputs = {"input_ids": row.input_ids}
+        if self.vision is not None:
+            decoder = self.model.get_decoder()
+            inputs = self.vision.decoder_inputs(row.input_ids, row.images)
+        positions = row.positions if row.images is None else row.images.positions
+        output = decoder(position_ids=positions, **inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
         if row.plan.num_calls < num_layers:

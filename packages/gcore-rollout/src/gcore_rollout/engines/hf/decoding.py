@@ -26,7 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from gcore_rollout.engines.hf.plain_attention import Rule, attend, attend_causally
+from gcore_rollout.engines.hf.plain_attention import Rule, attend, attend_block, attend_causally
 from gcore_rollout.errors import EngineModelError, RolloutError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 
@@ -415,6 +415,8 @@ class Prefill:
     """[M] slots to fill."""
     prompts: torch.Tensor
     """[M] the prompt (row of the rectangle) that each of them holds."""
+    blocks: Sequence[tuple[int, int, int]] = ()
+    """Prompt, first and last + 1 of tokens that see each other (see `PromptEmbeddings.blocks`)."""
 
     def attend(
         self,
@@ -441,6 +443,10 @@ class Prefill:
                 gqa = False
             out_PHLD = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=rule.scale, enable_gqa=gqa
+            )
+        for i, start, stop in self.blocks:
+            out_PHLD[i, :, start:stop] = attend_block(
+                q[i, :, start:stop], k[i, :, :stop], v[i, :, :stop], rule
             )
         return out_PHLD.transpose(1, 2).flatten(0, 1)[self.padded_index][None]
 

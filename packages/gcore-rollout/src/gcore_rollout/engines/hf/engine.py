@@ -427,6 +427,14 @@ class HFEngine(QueueingEngine[Request, Completion]):
         slot_prompts = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         slots = np.arange(first, first + len(slot_prompts))
         which = self._tensor(slot_prompts)
+        inputs: dict[str, Any] = {"input_ids": self._tensor(tokens)[None]}
+        blocks: Sequence[tuple[int, int, int]] = ()
+        if self._limits.vision is not None and any(sample.request.images for sample in samples):
+            embedded = embed_images(self._model, self._limits.vision, samples, tokens, positions)
+            self._rows.rope_offsets[slots] = embedded.offsets[slot_prompts]
+            inputs = embedded.inputs
+            positions = embedded.positions
+            blocks = embedded.blocks
         plan = Prefill(
             cache=self._cache,
             num_prompts=len(samples),
@@ -434,15 +442,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
             slots=self._tensor(slots),
             prompts=which,
             padded_index=self._tensor(padded_index),
+            blocks=blocks,
         )
         keep = self._tensor(ends - 1)
-        inputs = {"input_ids": self._tensor(tokens)[None]}
-        if self._limits.vision is not None and any(sample.request.images for sample in samples):
-            embeddings, positions, offsets = embed_images(
-                self._model, self._limits.vision, samples, tokens, positions
-            )
-            self._rows.rope_offsets[slots] = offsets[slot_prompts]
-            inputs = {"inputs_embeds": embeddings}
         logits = self._forward(positions, plan, keep=keep, **inputs)
         self._keep_experts(groups, ends)
         return logits[which]
@@ -478,19 +480,19 @@ class HFEngine(QueueingEngine[Request, Completion]):
         plan: Prefill | Decode,
         *,
         keep: torch.Tensor | int,
-        **inputs: torch.Tensor,
+        **inputs: Any,
     ) -> torch.Tensor:
         """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] with three axes."""
         position_ids = self._tensor(positions).unsqueeze(-2)  # A row is a batch of one.
+        inputs |= {"position_ids": position_ids, "use_cache": False, "slots": plan}
         with fused_attention(self._device):
-            output = self._model(
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=keep,
-                slots=plan,
-                **inputs,
-            )
-        return output.logits[0]
+            if self._limits.vision is None:
+                return self._model(logits_to_keep=keep, **inputs).logits[0]
+            # Models that read images do not pass all inputs on to their decoder.
+            hidden_TD = self._model.get_decoder()(**inputs).last_hidden_state[0]
+            if isinstance(keep, torch.Tensor):
+                hidden_TD = hidden_TD[keep]
+            return self._model.get_output_embeddings()(hidden_TD)
 
     def _sample(self, logits_BV: torch.Tensor) -> NDArray[np.int64]:
         """Draw a token of every sample, and return the slots of those that ended with it."""

@@ -49,6 +49,19 @@ def attend_causally(
     return torch.cat(outputs, dim=2)
 
 
+def attend_block(
+    q_HLD: torch.Tensor, k_KCD: torch.Tensor, v_KCD: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Return the output [H, L, D] of the last L of C tokens, which see each other besides what precedes them."""
+    key_C = torch.arange(k_KCD.shape[1], device=q_HLD.device)
+    query_L1 = key_C[-q_HLD.shape[1] :, None]
+    is_far_LC = query_L1 - key_C >= (rule.sliding_window or len(key_C))
+    mask_LC = torch.zeros_like(is_far_LC, dtype=torch.float32)
+    mask_LC.masked_fill_(is_far_LC & (key_C < query_L1[0]), -torch.inf)
+    q_1KGLD = q_HLD.unflatten(0, (k_KCD.shape[0], -1))[None]
+    return attend(q_1KGLD, k_KCD[None], v_KCD[None], mask_LC, rule)[0].flatten(0, 1)
+
+
 def attend(
     q_BKGQD: torch.Tensor,
     k_BKLD: torch.Tensor,

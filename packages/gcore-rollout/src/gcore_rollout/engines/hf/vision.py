@@ -4,6 +4,7 @@ Shapes: T packed tokens of P prompts, D hidden dimension.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,22 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.queueing import QueuedSample
-from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
+from gcore_rollout.images.vision_processor import VisionProcessor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptEmbeddings:
+    """Packed prompts and their images, embedded."""
+
+    positions: NDArray[np.int64]
+    """[T], or with three axes [3, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191, section
+    2.1)."""
+    offsets: NDArray[np.int64]
+    """[P] rotary position minus place of the tokens after each prompt: images may take fewer positions than tokens."""
+    inputs: dict[str, Any]
+    """Arguments of the model's text decoder, with embeddings [1, T, D]."""
+    blocks: list[tuple[int, int, int]]
+    """For each image whose tokens see each other: its prompt, and the place of its first token and after its last."""
 
 
 def embed_images(
@@ -20,54 +36,69 @@ def embed_images(
     samples: Sequence[QueuedSample],
     token_ids: NDArray[np.int64],
     positions: NDArray[np.int64],
-) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
-    """Embed packed prompts, their images in one pass of the tower.
+) -> PromptEmbeddings:
+    """Embed packed prompts with their images.
 
     Args:
-        model: of the Qwen-VL kind, ``...ForConditionalGeneration``.
-        samples: one of each prompt, in the row's order.
+        model: of `VISION_MODELS`, ``...ForConditionalGeneration``.
+        samples: one of each prompt, in the row's order; some have images.
         token_ids: [T].
         positions: [T] place of each token in its prompt.
-
-    Returns:
-        embeddings [1, T, D]; rotary positions in time, height and width [3, T] (Qwen2-VL: arXiv 2409.12191, section
-        2.1); and rotary position minus place of the tokens after each prompt [P], because images take fewer
-        positions than tokens.
     """
     device = model.device
-    embeddings = model.get_input_embeddings()(torch.from_numpy(token_ids).to(device))
-    positions_3T = np.repeat(positions[None], 3, axis=0)
+    base = model.base_model
+    tokens = torch.from_numpy(token_ids).to(device)
+    has_axes = hasattr(base, "get_rope_index")
+    if has_axes:
+        positions = np.repeat(positions[None], 3, axis=0)
     offsets = np.zeros(len(samples), np.int64)
     image_places: list[NDArray[np.int64]] = []
-    seen: list[Pixels] = []
+    blocks: list[tuple[int, int, int]] = []
+    outputs: list[Any] = []
     start = 0
     for i, sample in enumerate(samples):
+        request = sample.request
         length = len(sample.start_token_ids)
-        if sample.request.images:
+        if request.images:
             # Other image tokens are text: the policy wrote them.
-            request = sample.request
             prompt = np.array(request.prompt_token_ids)
-            is_image = np.zeros(prompt.size, np.bool_)
-            for first, size in processor.places(request.prompt_token_ids, request.image_starts):
-                is_image[first : first + size] = True
-            pixels = processor.process(request.images)
-            here = positions_3T[:, start : start + length]
-            prompt_positions, offset = model.base_model.get_rope_index(
-                torch.from_numpy(prompt)[None],
-                mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
-                image_grid_thw=torch.from_numpy(pixels.grid_thw),
-            )
-            offsets[i] = int(offset)
-            here[:, : prompt.size] = prompt_positions[:, 0].numpy()
-            here[:, prompt.size :] += offsets[i]
-            image_places.append(start + np.flatnonzero(is_image))
-            seen.append(pixels)
+            index = processor.find_images(prompt.tolist(), request.images, request.image_starts)
+            for inputs in processor.model_inputs(request.images):
+                inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+                outputs.append(base.get_image_features(**inputs, return_dict=True))
+            if has_axes:
+                grid_thw = torch.from_numpy(processor.process(request.images).grid_thw)
+                is_image = np.zeros((1, prompt.size), np.int64)
+                is_image[0, np.concatenate(index)] = 1
+                prompt_positions, offset = base.get_rope_index(
+                    torch.from_numpy(prompt)[None],
+                    mm_token_type_ids=torch.from_numpy(is_image),
+                    image_grid_thw=grid_thw,
+                )
+                offsets[i] = int(offset)
+                here = positions[:, start : start + length]
+                here[:, : prompt.size] = prompt_positions[:, 0].numpy()
+                here[:, prompt.size :] += offsets[i]
+            if model.config.model_type == "gemma3":
+                blocks += [(i, int(places[0]), int(places[-1]) + 1) for places in index]
+            image_places.append(start + np.concatenate(index))
         start += length
-    if seen:
-        features = model.base_model.get_image_features(
-            torch.from_numpy(np.concatenate([p.pixel_values for p in seen])).to(device),
-            torch.from_numpy(np.concatenate([p.grid_thw for p in seen])).to(device),
-        )
-        where = torch.from_numpy(np.concatenate(image_places)).to(device)
-        embeddings[where] = torch.cat(features.pooler_output).to(embeddings.dtype)
-    return embeddings[None], positions_3T, offsets
+    where = torch.from_numpy(np.concatenate(image_places)).to(device)
+    embeddings = model.get_input_embeddings()(tokens)
+    features = _join([output.pooler_output for output in outputs])
+    embeddings[where] = features.to(embeddings.dtype)
+    decoder_inputs: dict[str, Any] = {"inputs_embeds": embeddings[None]}
+    if "deepstack_features" in outputs[0]:
+        # Added to hidden states of the first layers (DeepStack, arXiv 2406.04334).
+        is_image_1T = torch.zeros_like(tokens, dtype=torch.bool)[None]
+        decoder_inputs["visual_pos_masks"] = is_image_1T.index_fill(1, where, True)
+        by_layer = zip(*(output.deepstack_features for output in outputs), strict=True)
+        decoder_inputs["deepstack_visual_embeds"] = [_join(features) for features in by_layer]
+    return PromptEmbeddings(
+        inputs=decoder_inputs, positions=positions, offsets=offsets, blocks=blocks
+    )
+
+
+def _join(features: Sequence[Any]) -> torch.Tensor:
+    """Return the features [M, D] of all images, which transformers returns for each or in tensors of several."""
+    return torch.cat([part.flatten(0, -2) for parts in features for part in parts])

@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from gcore_rollout.engines.queueing import return_free_memory
 from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.errors import EngineModelError, make_extra_error
-from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
+from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.layout import check_shapes, with_layout
 
 if TYPE_CHECKING:
@@ -45,10 +45,14 @@ FusedExperts = tuple[Sequence[int], Sequence[str]]
 """The shape of a tensor in which transformers fuses the experts of a layer, and names of the first one's matrices."""
 
 
+_VISION_MODELS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+"""Model types whose images vLLM takes as they are processed here."""
+
+
 def load_vision(folder: Path) -> VisionProcessor | None:
     """Return the image processor of a folder's model; None: it takes no images."""
     # vLLM knows models of which transformers has no config.
-    if json.loads((folder / "config.json").read_text()).get("model_type") not in VISION_MODELS:
+    if json.loads((folder / "config.json").read_text()).get("model_type") not in _VISION_MODELS:
         return None
     # vLLM cannot load such a model without it.
     if find_spec("torchvision") is None:
