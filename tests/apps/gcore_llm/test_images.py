@@ -213,7 +213,8 @@ def test_a_model_that_sees_nothing_is_refused(cli: Cli, job: list[str], tiny: Pa
     error = cli.refused(
         *option_set(option_set(job, "--data.train-files", "rows.jsonl"), "--model", str(tiny))
     )
-    assert "is 'qwen3'; expected qwen2_vl or qwen2_5_vl for images" in error
+    assert "is 'qwen3'; expected" in error
+    assert "qwen2_vl, " in error
 
 
 def test_equal_tokens_after_other_images_are_computed_twice(model: Path) -> None:

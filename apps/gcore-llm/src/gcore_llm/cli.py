@@ -114,6 +114,8 @@ class SampleArgs(RunArgs, Checked):
 
     prompt: tyro.conf.Positional[str]
     """The prompt; a chat template is applied as in training."""
+    images: tuple[str, ...] = ()
+    """Image files for the places of images in the prompt, <image> each, for a run with data.image_key."""
     n: Count = 1
     """How many completions."""
     temperature: Amount = 0.0

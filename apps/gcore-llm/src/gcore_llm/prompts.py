@@ -18,7 +18,7 @@ from gcore_llm.data.large_prompts import (
     no_progress,
 )
 from gcore_llm.evaluation.sets import val_sources
-from gcore_llm.sections import DataConfig
+from gcore_llm.sections import ChatDataConfig, DataConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import (
     Prompt,
@@ -114,10 +114,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
                 f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it"
             )
         if data.image_key:
-            messages = [
-                {**message, "content": _with_image_parts(message["content"])}
-                for message in messages
-            ]
+            messages = split_image_marks(messages)
         kwargs = {**data.chat_template_kwargs, "add_generation_prompt": True, "tokenize": False}
         return render_chat(tokenizer, messages, **kwargs)
     except MessageError as error:
@@ -133,8 +130,12 @@ def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     )
 
 
+def split_image_marks(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with each mark of an image in their text as a part of its own, as chat templates expect."""
+    return [{**message, "content": _with_image_parts(message["content"])} for message in messages]
+
+
 def _with_image_parts(content: Any) -> Any:
-    """Return a message's content with each mark of an image as a part of its own, as chat templates expect."""
     if not isinstance(content, str) or _IMAGE_MARK not in content:
         return content
     parts: list[dict[str, str]] = []
@@ -302,15 +303,20 @@ def _remove(prompts: Sequence[Prompt], indices: set[int]) -> Sequence[Prompt]:
 def _load_rows(
     rows: RowSource, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress
 ) -> LoadedPrompts:
+    check_image_column(rows, data)
+    make = partial(file_prompts, data=data, tokenizer=tokenizer)
+    if rows.identity:
+        return load_large(rows, data, tokenizer, make=make, fits=fits, progress=progress)
+    return _drop_long(make(rows, range(len(rows.rows))), data)
+
+
+def check_image_column(rows: RowSource, data: ChatDataConfig) -> None:
+    """Raise `UserError` if none of the first rows has the column of images."""
     if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
         first = columns(rows.rows[0])
         raise UserError(
             f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}"
         )
-    make = partial(file_prompts, data=data, tokenizer=tokenizer)
-    if rows.identity:
-        return load_large(rows, data, tokenizer, make=make, fits=fits, progress=progress)
-    return _drop_long(make(rows, range(len(rows.rows))), data)
 
 
 def _drop_long(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
@@ -341,11 +347,11 @@ def file_prompts(
     if data.image_key:
         for i, n in enumerate(numbers):
             where = f"{rows.name}: {data.image_key} of row {n + 1}"
-            prompts[i] = _add_images(prompts[i], data.image_key, tokenizer, rows.folder, where)
+            prompts[i] = add_images(prompts[i], data.image_key, tokenizer, rows.folder, where)
     return prompts
 
 
-def _add_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
+def add_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
     """Return the prompt with the images of its row."""
     model = tokenizer.name_or_path
     sources = image_sources(prompt.row, image_key, folder, where)

@@ -63,8 +63,12 @@ _TEMPLATE = Bound(
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataConfig(BaseDataConfig):
-    """Rows of text and chat messages."""
+    """Rows of text and chat messages, with images."""
 
+    image_key: str = ""
+    """Column of a row's images, for a vision-language model: one, or a list, each a path (relative to the data file), a
+    URL of an object store (of fsspec), a data: URI, or the bytes of an image file, alone or in a struct {bytes, path};
+    they stand where text has <image>, or a message a part of type image. Empty: none."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further variables of the model's chat template, wherever it is applied, such as
     --data.chat-template-kwargs.enable_thinking False."""
@@ -97,10 +101,6 @@ class DataConfig(ChatDataConfig):
     math500, aime24, aime25, gpqa_diamond, mmlu_pro, humaneval); empty: data.val-size of the training prompts."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
-    image_key: str = ""
-    """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
-    or URL (of fsspec), or the bytes of an image file; they stand where text has <image>, or a message a part of type
-    image. Empty: none."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: text becomes a user message wherever the tokenizer has a chat template."""
     train_batch_size: Count = 32

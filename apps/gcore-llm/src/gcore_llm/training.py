@@ -22,6 +22,7 @@ from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import (
     Problem,
     PromptSets,
+    add_images,
     check_lengths,
     load_files,
     make_prompts,
@@ -488,13 +489,26 @@ async def finished_policy(
 
 
 async def sample_run(
-    run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int
+    run: Path,
+    prompt: str,
+    *,
+    images: Sequence[str] = (),
+    n: int,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
 ) -> list[str]:
-    """Complete a prompt ``n`` times."""
+    """Complete a prompt with image files ``n`` times."""
     folder, config = load_run(run)
     tokenizer = build_tokenizer(model_folder(config.model))
+    image_key = config.data.image_key
+    row = {image_key: list(images)}
+    [ready] = make_prompts([Problem(value=prompt, row=row, where="PROMPT")], tokenizer, config.data)
+    if image_key:
+        ready = add_images(ready, image_key, tokenizer, Path(), "images")
+    elif images:
+        raise UserError(f"images is {images!r}; expected none for a run without data.image_key")
     engine, _ = await finished_policy(folder, config, tokenizer)
-    [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
         prompt_token_ids=ready.token_ids,
@@ -505,6 +519,7 @@ async def sample_run(
         ),
         n=n,
         seed=seed,
+        images=() if ready.images is None else ready.images.encoded(),
     )
     completions = [c async for c in engine.generate([request])]
     await engine.close()

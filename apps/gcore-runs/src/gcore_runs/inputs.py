@@ -1,8 +1,10 @@
 """A user's inputs: rows of data files, and language models in Hugging Face folders, with tokenizers and limits."""
 
+import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -116,9 +118,9 @@ def image_sources(
 ) -> tuple[bytes | Path | str, ...]:
     """Return the encoded images in a row's column, or their paths or URLs.
 
-    There may be none, one, or a list, each a path relative to ``folder``, a URL of an object store, the bytes of an
-    image file, or a mapping with one of these. `UserError`, which names ``where``, for something else and for files
-    that do not exist.
+    There may be none, one, or a list, each a path relative to ``folder``, a URL of an object store, a ``data:`` URI,
+    the bytes of an image file, or a mapping with one of these. `UserError`, which names ``where``, for something else,
+    for URLs of the web, and for files that do not exist.
     """
     values: Any = row.get(key)
     if values is None:
@@ -135,8 +137,20 @@ def _image_source(value: object, folder: Path, where: str) -> bytes | Path | str
         return value
     if not isinstance(value, str):
         raise UserError(f"{where} is {value!r:.80}; expected a path, or the bytes of an image file")
+    if value.startswith(("http://", "https://")):
+        raise UserError(
+            f"{where} is {value!r:.80}; expected a path, a data: URI or the bytes of an image file: nothing is fetched "
+            "from the web, so download it first"
+        )
     if "://" in value:
         return value
+    if value.startswith("data:"):
+        data = value.partition(";base64,")[2]
+        with suppress(ValueError):
+            image = base64.b64decode(data, validate=True)
+            if image:
+                return image
+        raise UserError(f"{where} is {value!r:.80}; expected data:image/png;base64, and base64")
     path = folder / value
     if not path.is_file():
         raise UserError(f"{where} is {value!r}; expected an existing file")

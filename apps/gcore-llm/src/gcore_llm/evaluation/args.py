@@ -44,6 +44,8 @@ class EvalArgs(Checked):
     """Only the first prompts of each set, so many; 0: all."""
     prompt_key: str = ""
     """Column of the prompt; empty: as in the run, or prompt."""
+    image_key: str = ""
+    """Column of a prompt's images, as data.image_key has it; empty: as in the run, or none."""
     checkpoint: Literal["latest", "best"] = "latest"
     """Which policy of a run: that of its last checkpoint, or the best one, which trainer.export best keeps."""
     engine: str = ""

@@ -171,6 +171,7 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     data = replace(
         config.data,
         prompt_key=args.prompt_key or config.data.prompt_key,
+        image_key=args.image_key or config.data.image_key,
         chat_template_kwargs=args.template_kwargs or config.data.chat_template_kwargs,
     )
     config = replace(config, data=data, rollout=rollout, reward=args.reward or config.reward)

@@ -157,6 +157,12 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
         self.require(
             "optim.name", is_plain, f"'adamw' with trainer.backend {self.trainer.backend!r}"
         )
+        sees = self.model and self.trainer.backend == "torch"
+        self.require(
+            "data.image_key",
+            not self.data.image_key or (sees and self.trainer.parallel.context_parallel_size == 1),
+            "'' without a model, with trainer.backend 'megatron' or with context parallelism",
+        )
         longest = self.data.max_length
         product = "data.max_length"
         if self.rows_are_pairs:
@@ -219,6 +225,7 @@ class RewardModelRunConfig(PairsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require("data.image_key", not self.data.image_key, "'': reward models see no images")
         backend = self.trainer.backend
         self.require(
             "lora_rank",

@@ -13,9 +13,11 @@ from gcore_agents import MessageError, check_text, drop_none, normalize_messages
 from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens, Tools
-from gcore_llm.prompts import Problem, are_messages
+from gcore_llm.prompts import Problem, are_messages, check_image_column
+from gcore_llm.sections import ChatDataConfig
 from gcore_placement import TransformerWorkload, micro_batches
-from gcore_runs import BaseDataConfig, hold_out, open_rows
+from gcore_rollout import PromptImages
+from gcore_runs import hold_out, image_sources, open_rows
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, Sample, scored_at_end
 
@@ -35,6 +37,8 @@ class ExampleSets:
     val: list[Example]
     notices: list[str]
     """Lines about rows that were left out, and about what is not learned of others."""
+    images: Mapping[Sample, PromptImages]
+    """The images of samples that have some, to be read whenever they are needed."""
 
 
 def load_examples(
@@ -54,12 +58,16 @@ def load_examples(
                 if config.rows_are_pairs
                 else (sft_tokens(encoder, row, where),)
             )
+            if data.image_key:
+                images = row.get(data.image_key, ())
+                place = f"{where}, {data.image_key}"
+                sides = [encoder.add_images(side, images, place) for side in sides]
             if max(side.ids.size for side in sides) > data.max_length:
                 num_too_long += 1
             elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
                 num_equal += 1
             else:
-                encoded.append(sides)
+                encoded.append(tuple(sides))
         return encoded
 
     if rows:
@@ -82,11 +90,18 @@ def load_examples(
         train, val = hold_out(train, size=data.val_size, seed=data.shuffle_seed)
     notices += encoder.notices()
     prepare = _scored_example if isinstance(config, RewardModelRunConfig) else _learned_example
+    train_sides = list(chain.from_iterable(train))
+    examples = [prepare(sides) for sides in train_sides + val]
+    images_of: dict[Sample, PromptImages] = {}
+    for side, sample in zip(chain(*train_sides, *val), chain(*examples), strict=True):
+        if side.images is not None:
+            images_of[sample] = side.images
     return ExampleSets(
-        train=list(map(prepare, chain.from_iterable(train))),
+        train=examples[: len(train_sides)],
         sizes=list(map(len, train)),
-        val=list(map(prepare, val)),
+        val=examples[len(train_sides) :],
         notices=notices,
+        images=images_of,
     )
 
 
@@ -117,10 +132,16 @@ def _miscount(answer: str, rng: np.random.Generator) -> str:
     return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
 
 
-def _read(source: str, data: BaseDataConfig) -> list[Row]:
+def _read(source: str, data: ChatDataConfig) -> list[Row]:
     rows: list[Row] = []
+    key = data.image_key
     for file in open_rows(source, data.columns):
-        rows += [(row, f"{file.name}: row {n}") for n, row in enumerate(file.rows, 1)]
+        check_image_column(file, data)
+        for n, row in enumerate(file.rows, 1):
+            if key:
+                where = f"{file.name}: {key} of row {n}"
+                row = {**row, key: image_sources(row, key, file.folder, where)}
+            rows.append((row, f"{file.name}: row {n}"))
     return rows
 
 
@@ -129,7 +150,7 @@ def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
 
     With messages, ``tools`` are what the chat template announces: JSON schemas, or a JSON text of them.
     """
-    columns = _read_columns(row, ("messages", "prompt", "completion", "text"), where)
+    columns = _read_columns(encoder, row, ("messages", "prompt", "completion", "text"), where)
     if columns.keys() == {"messages"}:
         messages = _messages(columns, "messages", where)
         return encoder.conversation(messages, where, tools=_tools(row, where))
@@ -147,7 +168,7 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
 
     ``tools`` are as in `sft_tokens`.
     """
-    columns = _read_columns(row, ("prompt", "chosen", "rejected"), where)
+    columns = _read_columns(encoder, row, ("prompt", "chosen", "rejected"), where)
     chosen = columns.get("chosen")
     rejected = columns.get("rejected")
     if chosen is None or rejected is None:
@@ -177,7 +198,9 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
     return encode("chosen"), encode("rejected")
 
 
-def _read_columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
+def _read_columns(
+    encoder: Encoder, row: Mapping[str, Any], names: Sequence[str], where: str
+) -> dict[str, Any]:
     """Return those of some columns that a row has, with messages in one form; `UserError` if these are malformed."""
     columns: dict[str, Any] = {}
     for name in names:
@@ -188,7 +211,7 @@ def _read_columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> d
             if isinstance(value, str):
                 check_text(value, name)
             elif are_messages(value):
-                value = normalize_messages(value)
+                value = normalize_messages(value, keeps_parts=encoder.vision is not None)
         except MessageError as error:
             reason = str(error) if isinstance(value, str) else f"{name}: {error}"
             raise UserError(f"{where}: {reason}") from None

@@ -24,6 +24,7 @@ from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.sections import drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_rollout import RolloutError, VisionProcessor
 from gcore_runs import (
     RunResult,
     Supervisor,
@@ -94,11 +95,18 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     else:
         model = None
         tokenizer = tiny_tokenizer()
+    vision = None
+    if model is not None and config.data.image_key:
+        try:
+            vision = VisionProcessor.from_pretrained(model)
+        except RolloutError as error:
+            raise UserError(f"data.image_key is {config.data.image_key!r}: {error}") from None
     encoder = Encoder(
         tokenizer,
         eos_token_ids=eos_token_ids(tokenizer, model),
         apply_chat_template=config.data.apply_chat_template == "auto",
         chat_template_kwargs=config.data.chat_template_kwargs,
+        vision=vision,
     )
     return tokenizer, encoder
 
@@ -171,11 +179,10 @@ class _Loop:
         )
         try:
             with self._stop.catch_interrupts():
-                sets = self._sets
                 if isinstance(config, DPORunConfig):
-                    sets = self._add_reference(is_resumed=is_resumed)
-                self._val = self._micro_batches(sets.val)
-                train = self._mix(sets.train)
+                    self._add_reference(is_resumed=is_resumed)
+                self._val = self._micro_batches(self._sets.val)
+                train = self._mix(self._sets.train)
                 self._loader: PromptLoader[Example] = PromptLoader(
                     train, seed=config.data.shuffle_seed
                 )
@@ -205,8 +212,8 @@ class _Loop:
             file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
         self._tokenizer.save_pretrained(path)
 
-    def _add_reference(self, *, is_resumed: bool) -> ExampleSets:
-        """Return the training and held-out pairs with their log-probs under the initial model.
+    def _add_reference(self, *, is_resumed: bool) -> None:
+        """Set the log-probs of the training and held-out pairs under the initial model.
 
         They are computed once, and kept in the run's folder: a frozen copy of the model would take memory during the
         whole run and a forward pass whenever a pair is used again.
@@ -240,12 +247,9 @@ class _Loop:
                     f"{path} holds log-probs of {log_probs.size} tokens; expected {sum(sizes)}, as the data has: the "
                     "data of a run cannot change; --resume never starts a new run"
                 )
-        parts = iter(np.split(log_probs, np.cumsum(sizes)[:-1]))
-        examples = [
-            [replace(s, ref_log_probs=next(parts)) for s in example] for example in examples
-        ]
-        num_train = len(self._sets.train)
-        return replace(self._sets, train=examples[:num_train], val=examples[num_train:])
+        parts = np.split(log_probs, np.cumsum(sizes)[:-1])
+        for sample, ref_log_probs in zip(samples, parts, strict=True):
+            sample.ref_log_probs = ref_log_probs
 
     def _score(
         self, micro_batches: Sequence[MicroBatch]
@@ -254,9 +258,8 @@ class _Loop:
         count = self._learner.num_replicas
         for first in range(0, len(micro_batches), count):
             batches = micro_batches[first : first + count]
-            yield from zip(
-                batches, self._run_async(self._learner.score("actor", batches)), strict=True
-            )
+            scores = self._run_async(self._learner.score("actor", self._read_images(batches)))
+            yield from zip(batches, scores, strict=True)
             self._stop.check()
 
     def _steps(self, first_step: int, writer: MetricsWriter) -> None:
@@ -276,9 +279,8 @@ class _Loop:
                 self._stop.check()
                 start_s = time.perf_counter()
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
-                metrics = self._run_async(
-                    self._learner.train_step("actor", self._micro_batches(batch))
-                )
+                micro_batches = self._read_images(self._micro_batches(batch))
+                metrics = self._run_async(self._learner.train_step("actor", micro_batches))
                 step += 1
                 num_tokens = sum(map(_num_tokens, chain(*batch)))
                 step_s = time.perf_counter() - start_s
@@ -307,6 +309,18 @@ class _Loop:
             max_tokens=self._config.max_token_len,
             num_multiple=self._learner.num_replicas,
         )
+
+    def _read_images(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return micro-batches with the pixels of their images, which only they keep in memory."""
+        from gcore_llm.learning.preparation import read_images
+
+        images = self._sets.images
+        if not images:
+            return micro_batches
+        return [
+            [replace(sample, images=read_images(images.get(sample))) for sample in batch]
+            for batch in micro_batches
+        ]
 
     def _record(self, step: int, metrics: dict[str, float], writer: MetricsWriter) -> None:
         writer.write(step, metrics)

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_agents import MessageError, render_chat
-from gcore_llm.prompts import takes_special_tokens
+from gcore_llm.prompts import split_image_marks, takes_special_tokens
+from gcore_rollout import PromptImages, RolloutError, VisionProcessor
 from gcore_runs.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
@@ -28,6 +30,8 @@ class Tokens:
     """[T]."""
     mask: NDArray[np.bool_]
     """[T] which tokens the model is to learn; at least one."""
+    images: PromptImages | None = None
+    """Images before the last token to learn, with the places where they start; None: there are none."""
 
     @property
     def num_given(self) -> int:
@@ -44,7 +48,8 @@ class Encoder:
     """Turns rows into `Tokens`, whose last token to learn is one of ``eos_token_ids``, which end a response.
 
     A prompt and its answer given as text become messages if ``apply_chat_template`` is set and there is a template.
-    ``chat_template_kwargs`` are further variables of the template.
+    ``chat_template_kwargs`` are further variables of the template. ``vision`` is the model's image processor, for rows
+    with images; see `add_images`.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Encoder:
         eos_token_ids: Collection[int],
         apply_chat_template: bool,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
@@ -63,6 +69,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._eos_token_ids = set(eos_token_ids)
         self._template_kwargs = dict(chat_template_kwargs or {})
+        self.vision = vision
         self.makes_messages = apply_chat_template and tokenizer.chat_template is not None
         self._num_without_thoughts = 0
         self._num_without_ends = 0
@@ -119,6 +126,8 @@ class Encoder:
             raise UserError(
                 f"{where}: tools are given; expected a chat template that announces them, the model's does not"
             )
+        if self.vision is not None:
+            messages = split_image_marks(messages)
         turns = [i for i in range(num_given, len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
             raise UserError(f"{where} has no message of the assistant to learn from")
@@ -132,6 +141,35 @@ class Encoder:
             )
         self._count_left_out_thoughts(messages, turns, where, tools)
         return self._add_ends(ids, mask)
+
+    def add_images(
+        self, tokens: Tokens, sources: tuple[bytes | Path | str, ...], where: str
+    ) -> Tokens:
+        """Return tokens with as many in each image's place as the model reads of it, none of which is learned.
+
+        Of ``sources`` see `PromptImages`. `UserError`, which names ``where``, if they do not fit the places, or are no
+        images.
+        """
+        assert self.vision is not None
+        images = PromptImages(model=self._tokenizer.name_or_path, sources=sources)
+        # Negative tokens are the learned ones: what replaces an image's place is not.
+        marked = np.where(tokens.mask, -1 - tokens.ids, tokens.ids)
+        try:
+            encoded = images.encoded()
+            expanded = np.array(self.vision.expand(marked.tolist(), encoded))
+            if not encoded:
+                return tokens
+            mask = expanded < 0
+            ids = np.where(mask, -1 - expanded, expanded)
+            image_index = self.vision.find_images(ids.tolist(), encoded)
+        except (RolloutError, OSError, ImportError) as error:
+            raise UserError(f"{where}: {error}") from None
+        tokens = Tokens(ids=ids, mask=mask)
+        starts = [int(index[0]) for index in image_index if index[0] < tokens.end]
+        if not starts:
+            return tokens
+        images = replace(images, sources=sources[: len(starts)], starts=tuple(starts))
+        return replace(tokens, images=images)
 
     def _count_left_out_thoughts(
         self, messages: Messages, turns: Sequence[int], where: str, tools: Tools
@@ -219,7 +257,10 @@ class Encoder:
 
 def _find_thoughts(message: Mapping[str, Any]) -> list[str]:
     """Return the reasoning of a turn, in its content or in a field of its own."""
-    thoughts: list[str] = _THOUGHT.findall(message["content"])
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    thoughts: list[str] = _THOUGHT.findall(content)
     thoughts += [
         message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message
     ]
