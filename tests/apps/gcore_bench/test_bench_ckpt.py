@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from gcore_bench.ckpt import LIMITS, METRICS, CkptOptions, compare, is_same, make_state
-from gcore_bench.harness.report import BenchError, Rounds, Run
+from gcore_bench.harness.report import BenchError, Rounds, Turn
 
 
-def make_run(contender: str, number: int, **rows: dict[str, float]) -> Run:
+def make_run(contender: str, number: int, **rows: dict[str, float]) -> Turn:
     named = {row.replace("_", "-"): seconds for row, seconds in rows.items()}
-    return Run(part="ckpt", contender=contender, round=number, load=1.0, rows=named)
+    return Turn(part="ckpt", contender=contender, round=number, load=1.0, rows=named)
 
 
 RUNS = [
     make_run(LIMITS, 1, buffered={"durable": 4.0, "load_cold": 2.0}, direct={"durable": 1.0}),
     make_run("gcore", 1, gcore={"stall": 0.5, "durable": 2.0, "load_cold": 3.0}),
-    Run(part="ckpt", contender="dcp", round=1, load=1.0, failure="ImportError: no dcp"),
+    Turn(part="ckpt", contender="dcp", round=1, load=1.0, failure="ImportError: no dcp"),
     make_run(LIMITS, 2, buffered={"durable": 6.0, "load_cold": 4.0}, direct={"durable": 3.0}),
     make_run("gcore", 2, gcore={"stall": 1.5, "durable": 4.0, "load_cold": 6.0}),
 ]
 
 
-def rounds_of(*runs: Run) -> Rounds:
+def rounds_of(*runs: Turn) -> Rounds:
     rounds = Rounds("ckpt", 2, say=print)
     rounds.runs.extend(runs)
     return rounds

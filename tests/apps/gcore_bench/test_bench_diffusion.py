@@ -9,7 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from gcore_bench.diffusion import GCORE, LIMIT, NOISE_LEVEL, PLAIN, DiffusionOptions, Loop, run
+from gcore_bench.cli import run_bench
+from gcore_bench.diffusion import GCORE, LIMIT, NOISE_LEVEL, PLAIN, DiffusionOptions, Loop
 from gcore_bench.harness.report import BenchError
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
@@ -56,7 +57,7 @@ def test_the_plain_loop_steps_as_flow_grpo_does(
 @pytest.mark.usefixtures("forked_diffusion_commands")
 def test_bench_measures_steps(tmp_path: Path) -> None:
     options = DiffusionOptions(quick=True, json=tmp_path / "figures.json")
-    run(options, Console(file=io.StringIO(), width=140))
+    run_bench("diffusion", options, Console(file=io.StringIO(), width=140))
     (loop,) = json.loads((tmp_path / "figures.json").read_text())["parts"]
     assert list(loop["rows"]) == [*PLAIN, LIMIT, *GCORE]
     for name, row in loop["rows"].items():

@@ -20,10 +20,10 @@ from gcore_bench.harness.processes import (
 )
 from gcore_bench.harness.report import (
     BenchError,
+    BenchOptions,
     BenchSession,
-    QuickOptions,
     Rounds,
-    Run,
+    Turn,
     add_ratios,
     format_figure,
 )
@@ -32,7 +32,7 @@ from gcore_runs.settings.checks import multiple_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(QuickOptions):
+class Options(BenchOptions):
     size: Annotated[int, at_least(8), multiple_of(8)] = 16
     ranks: tuple[Count, ...] = (1, 2)
     names: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
             names.remove("b")
             continue
         figures = {"wall_s": 10.0 * turn.round, "peak_bytes": 2.0**20 * (4 - turn.round)}
-        turn.done({turn.contender: figures}, f"{turn.round} s")
+        turn.done(figures, "{wall_s:.0f} s")
     assert [(run.round, run.contender) for run in rounds.runs] == [
         (1, "a"),
         (1, "b"),
@@ -85,14 +85,14 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
         (2, "b"),
         (3, "a"),
     ]
-    assert said[0].startswith("part, round 1 of 3: a 1 s, load ")
-    assert said[3] == "part, round 2 of 3: b failed: no memory"
+    assert said[0].startswith("part, round 1 of 3: a 10 s, load ")
+    assert said[3].startswith("part, round 2 of 3: b failed: no memory, load ")
     assert rounds.summarise()["a"] == {"wall_s": 20.0, "peak_bytes": 3 * 2.0**20}
 
 
 def test_a_ratio_is_the_median_of_those_of_each_round() -> None:
     runs = [
-        Run(
+        Turn(
             part="p",
             contender="",
             round=number,
@@ -123,11 +123,11 @@ def test_cells_show_figures() -> None:
 def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
     options = Options(json=tmp_path / "figures.json")
     output = io.StringIO()
-    with BenchSession(options, Console(file=output), notes=["[a note]"]) as session:
+    with BenchSession(options, Console(file=output)) as session:
         (session.folder / "scratch").touch()
-        runs = [Run(part="one", contender="a", round=1, load=0.5)]
+        runs = [Turn(part="one", contender="a", round=1, load=0.5)]
         columns = {"seconds": "wall_s .1f"}
-        session.report("title", columns, {"a": {"wall_s": 1.0}}, runs, lines=["a line"])
+        session.report("title", columns, {"a": {"wall_s": 1.0}}, runs, lines=["a line", "[a note]"])
     assert not session.folder.exists()
     assert "│ a │     1.0 │" in output.getvalue()
     assert output.getvalue().endswith("\na line\n[a note]\n")
@@ -141,9 +141,7 @@ def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
 
 def test_a_session_that_fails_writes_nothing(tmp_path: Path) -> None:
     output = io.StringIO()
-    session = BenchSession(
-        Options(json=tmp_path / "figures.json"), Console(file=output), notes=["note"]
-    )
+    session = BenchSession(Options(json=tmp_path / "figures.json"), Console(file=output))
 
     def fail() -> None:
         with session:
@@ -170,7 +168,7 @@ def run(spec):
     with joined_world(spec):
         memory = b"x" * 2**27
         time.sleep(1.5)
-    return {"rank": {"wall_s": 1.0 + spec.rank, "cpu_s": spec.options["cpu_s"], "bytes": len(memory)}}
+    return {"wall_s": 1.0 + spec.rank, "cpu_s": spec.options, "bytes": len(memory)}
 """
 
 
@@ -179,8 +177,8 @@ def spec(tmp_path: Path, contender: str, *, world_size: int = 1) -> Spec:
     return Spec(
         work="work_of_two",
         contender=contender,
-        folder=str(tmp_path),
-        options={"cpu_s": 2.0},
+        folder=tmp_path,
+        options=2.0,
         world_size=world_size,
     )
 
@@ -196,7 +194,9 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_of_ranks_are_merged_and_one_that_fails_ends_the_others(tmp_path: Path) -> None:
     start_server(1)
     assert run_processes(spec(tmp_path, "right", world_size=2).of_ranks()) == {
-        "rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}
+        "wall_s": 2.0,
+        "cpu_s": 2.0,
+        "bytes": 2**27,
     }
     with pytest.raises(BenchError, match="wrong failed: ValueError: not me"):
         run_processes(spec(tmp_path, "wrong", world_size=2).of_ranks())
@@ -206,7 +206,7 @@ def test_figures_of_ranks_are_merged_and_one_that_fails_ends_the_others(tmp_path
 @pytest.mark.usefixtures("importable")
 def test_a_child_is_watched(tmp_path: Path) -> None:
     value, sizes = run_child(spec(tmp_path, "right"), poll_s=0.2)
-    assert value == {"rank": {"wall_s": 1.0, "cpu_s": 2.0, "bytes": 2**27}}
+    assert value == {"wall_s": 1.0, "cpu_s": 2.0, "bytes": 2**27}
     assert highest_bytes(sizes) > 2**27
     with pytest.raises(BenchError, match="wrong failed: ValueError: not me"):
         run_child(spec(tmp_path, "wrong"), poll_s=0.2)

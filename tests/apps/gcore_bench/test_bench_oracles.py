@@ -168,7 +168,7 @@ def test_only_held_out_steps_are_judged() -> None:
 def test_schedules_of_published_steps() -> None:
     """One step off takes the longer of generation and training, a stream the last part after it, and turns both."""
     step = next(step for step in PUBLISHED if step.schedule == "one step off")
-    fit = Fit(efficiency=Efficiency())
+    fit = Fit()
     off = predict_stages(step, fit)
     training_s = off["preparation"] + off["training"]
     assert off["step"] == pytest.approx(max(off["generation"], training_s), rel=0.02)
@@ -192,7 +192,7 @@ def test_the_slowest_rank_of_an_update() -> None:
     few, many = (predict_imbalance(spread, ranks=8, samples=samples) for samples in (4, 64))
     assert 1 < many < few
     uneven = next(step for step in PUBLISHED if not step.is_even)
-    fit = Fit(efficiency=Efficiency())
+    fit = Fit()
     assert (
         predict_stages(uneven, fit)["training"]
         > predict_stages(replace(uneven, is_even=True), fit)["training"]

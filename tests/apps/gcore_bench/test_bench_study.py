@@ -1,5 +1,6 @@
 """The study of `gcore-bench placement --parts study`, with few prompts and steps."""
 
+import io
 import json
 import os
 from functools import partial
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import study_tables
+from rich.console import Console
 
-from gcore_bench.harness.report import Row
+from gcore_bench.harness.report import BenchSession, Row
 from gcore_bench.placement import study
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.study import (
@@ -37,14 +39,16 @@ def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_study_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "list_drifts", partial(list_drifts, traces=("growing", "r1_zero")))
     monkeypatch.setattr(study, "ERRORS", (1 / 2, 2.0))
-    messages: list[str] = []
-    drift, errors, broken = study.run(PlacementOptions(quick=True), messages.append)
+    output = io.StringIO()
+    options = PlacementOptions(quick=True)
+    with BenchSession(options, Console(file=output)) as session:
+        drift, errors, broken = study.run(options, session)
     assert [table.title for table in (drift, errors, broken)] == [
         "Drift on 64 devices",
         "Wrong costs of the judge",
         "Conditions broken",
     ]
-    assert messages == ["study: Drift on 64 devices is done"]
+    assert output.getvalue() == "study: Drift on 64 devices is done\n"
     assert [cells[:3] for cells in format_rows(drift)] == [
         ["64", "growing", "2"],
         ["64", "r1_zero", "2"],

@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from gcore_bench.harness.processes import Spec, run_child
 from gcore_bench.harness.report import (
+    BenchOptions,
     BenchSession,
-    QuickOptions,
-    Rounds,
     add_ratios,
-    plain,
     verdict,
 )
 from gcore_runs import Count
@@ -23,7 +19,6 @@ _COLUMNS = {
     "CPU ms a call": "total_ms .3f",
     "of vLLM's": "total_ms_ratio x",
     "besides tokenization": "call_ms .3f",
-    "calls": "calls ,.0f",
 }
 _NOTE = (
     "CPU ms: of the server's process, clients being another one. The endpoint has a sampler that answers at once; "
@@ -32,7 +27,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentsOptions(QuickOptions):
+class AgentsOptions(BenchOptions):
     """Measure processor time of calls to the endpoint of agents, against vLLM's server on a CPU."""
 
     sessions: Count = 256
@@ -49,22 +44,22 @@ class AgentsOptions(QuickOptions):
     QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "sessions": 16, "at_once": 8}
 
 
-def run(options: AgentsOptions, console: Console) -> None:
-    """Measure and print processor time of calls, and write the figures."""
-    options = options.resize_if_quick()
-    with BenchSession(options, console, notes=[_NOTE]) as session:
-        rounds = Rounds("calls", options.rounds, say=session.say)
-        for turn in rounds.turns(_CONTENDERS):
-            spec = Spec(
-                work="gcore_bench.agents_work",
-                contender=turn.contender,
-                folder=str(session.folder),
-                options=plain(options),
-            )
-            figures, _ = run_child(spec)
-            turn.done({turn.contender: figures}, f"{figures['total_ms']:.3f} CPU ms a call")
-        rows = rounds.summarise()
-        add_ratios(rows, rounds.runs, VLLM, "total_ms")
-        is_met = rows["endpoint"]["call_ms"] <= 1
-        line = f"aim: the endpoint takes at most 1 CPU ms a call besides tokenization: {verdict(is_met)}"
-        session.report("calls of agents", _COLUMNS, rows, rounds.runs, lines=[line])
+def run(options: AgentsOptions, session: BenchSession) -> None:
+    """Measure and print processor time of calls."""
+    rounds = session.start_rounds("calls")
+    for turn in rounds.turns(_CONTENDERS):
+        spec = Spec(
+            work="gcore_bench.agents_work",
+            contender=turn.contender,
+            folder=session.folder,
+            options=options,
+        )
+        figures, _ = run_child(spec)
+        turn.done(figures, "{total_ms:.3f} CPU ms a call")
+    rows = rounds.summarise()
+    add_ratios(rows, rounds.runs, VLLM, "total_ms")
+    is_met = rows["endpoint"]["call_ms"] <= 1
+    line = (
+        f"aim: the endpoint takes at most 1 CPU ms a call besides tokenization: {verdict(is_met)}"
+    )
+    session.report("calls of agents", _COLUMNS, rows, rounds.runs, lines=[line, _NOTE])

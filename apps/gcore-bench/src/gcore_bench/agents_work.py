@@ -17,15 +17,14 @@ import psutil
 
 from gcore_agents import AgentServer, ChatEncoder, SampledTokens, Session, SessionBudget
 from gcore_bench.agents import VLLM, AgentsOptions
-from gcore_bench.harness.processes import Spec
+from gcore_bench.harness.processes import Spec, cpu_seconds, timed
 from gcore_bench.harness.report import Figures
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 
 _PATH = "/v1/chat/completions"
 _SERVER = (
-    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
-    *("--hf-overrides", '{"max_position_embeddings": 16384}', "--disable-uvicorn-access-log"),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enforce-eager"),
+    "-m vllm.entrypoints.openai.api_server --host 127.0.0.1 --disable-uvicorn-access-log --enforce-eager "
+    '--hf-overrides {"max_position_embeddings":16384} --enable-auto-tool-choice --tool-call-parser hermes'
 )
 _TOOL = {
     "type": "function",
@@ -35,9 +34,9 @@ _TOOL = {
 
 def run(spec: Spec) -> Figures:
     """Return the processor time of a contender's calls, in its process."""
-    options = AgentsOptions(**spec.options)
+    options: AgentsOptions = spec.options
     if spec.contender == VLLM:
-        return asyncio.run(_measure_vllm(Path(spec.folder) / "model", options))
+        return asyncio.run(_measure_vllm(spec.folder / "model", options))
     return asyncio.run(_measure_endpoint(options))
 
 
@@ -47,21 +46,20 @@ async def _measure_vllm(folder: Path, options: AgentsOptions) -> Figures:
     tiny_tokenizer(chats=True).save_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [*_SERVER, "--model", str(folder), "--port", str(port)]
+    command = [sys.executable, *_SERVER.split(), "--model", str(folder), "--port", str(port)]
     process = psutil.Popen(command, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"})
     url = f"http://127.0.0.1:{port}"
     try:
         while not await _is_well(f"{url}/health"):
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
-        start = process.cpu_times()
+        start_s = cpu_seconds([process.pid])
         await _run_clients(url, [str(number) for number in range(options.sessions)], options)
-        end = process.cpu_times()
+        cpu_s = cpu_seconds([process.pid]) - start_s
     finally:
         process.terminate()
         process.wait()
     num_calls = options.sessions * options.calls
-    cpu_s = end.user + end.system - start.user - start.system
     return {"calls": num_calls, "total_ms": cpu_s / num_calls * 1e3}
 
 
@@ -83,15 +81,12 @@ async def _measure_endpoint(options: AgentsOptions) -> Figures:
     # Imports and the first use of the template are no part of a call.
     await _run_clients(server.url, ["first"], options)
     engine.tokenization_s = 0.0
-    start_s = time.process_time()
-    await _run_clients(server.url, keys, options)
-    cpu_s = time.process_time() - start_s
+    with timed() as figures:
+        await _run_clients(server.url, keys, options)
     num_calls = options.sessions * options.calls
-    return {
-        "calls": num_calls,
-        "total_ms": cpu_s / num_calls * 1e3,
-        "call_ms": (cpu_s - engine.tokenization_s) / num_calls * 1e3,
-    }
+    total_ms = figures["cpu_s"] / num_calls * 1e3
+    call_ms = total_ms - engine.tokenization_s / num_calls * 1e3
+    return {"calls": num_calls, "total_ms": total_ms, "call_ms": call_ms}
 
 
 async def _run_clients(url: str, keys: list[str], options: AgentsOptions) -> None:

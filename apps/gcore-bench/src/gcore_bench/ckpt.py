@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +17,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import psutil
-from rich.console import Console
 
 from gcore_bench.ckpt_libraries import LIBRARIES, InPlaceLibrary, Library, State
-from gcore_bench.harness.processes import Spec, highest_bytes, run_child, seconds_of, settle
+from gcore_bench.harness.processes import (
+    Array,
+    Spec,
+    copy_seconds,
+    highest_bytes,
+    run_child,
+    seconds_of,
+    settle,
+    timed,
+)
 from gcore_bench.harness.report import (
     BenchError,
+    BenchOptions,
     BenchSession,
     Figures,
-    QuickOptions,
     Rounds,
     Row,
     verdict,
@@ -37,29 +44,25 @@ if TYPE_CHECKING:
     import torch
 
 ContenderName = Literal["gcore", "dcp", "dcp-async", "torch.save", "safetensors"]
-_Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMITS = "limits"
 """The contender that measures memory and disk alone, in a process of its own too."""
 METRICS = ("stall", "durable", "load_cold", "load_warm", "in_place_cold", "in_place_warm")
 """Seconds that are measured."""
-_AIM_STALL = 1.15
-"""Most seconds of gcore's stall over those of a copy in memory."""
-_TIMEOUT_S = 3600.0
 _POLL_S = 0.2
 """Reading the memory of gigabytes takes some ten milliseconds."""
 _ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1",
     "PYTHONWARNINGS": "ignore",
 }
+_CORES = os.cpu_count() or 1
 _WIDTH = 1024
-_TINY_ELEMENTS = 2048
+_TINY_BYTES = 4096
 _PERIOD = 4_194_301
 """Number of elements after which values repeat: a prime, so that no two pages of a tensor are equal."""
 _PIECE_BYTES = 16 << 20
 _BLOCK_BYTES = 4096
 """Alignment of direct reads and writes."""
-_COPIES = 3
 
 _NOTE = (
     "A process for each run, the same bytes for all, one save before the measured one. stall: until the state may be "
@@ -71,7 +74,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CkptOptions(QuickOptions):
+class CkptOptions(BenchOptions):
     """Measure saves and loads of the same bytes under gcore-ckpt and its peers, in turn, each in its own process.
 
     The physical limits (memcpy, raw writes, raw reads) are measured in every round too.
@@ -89,31 +92,20 @@ class CkptOptions(QuickOptions):
     QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20}
 
 
-def run(options: CkptOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for."""
-    options = options.resize_if_quick()
-    with (
-        _scratch_folder(options.dir) as folder,
-        BenchSession(options, console, notes=[_NOTE]) as session,
-    ):
-        rounds = Rounds("ckpt", options.rounds, say=session.say)
+def run(options: CkptOptions, session: BenchSession) -> None:
+    """Measure and print the figures that ``options`` asks for."""
+    rounds = session.start_rounds("ckpt")
+    with _scratch_folder(options.dir) as folder:
         for turn in rounds.turns((LIMITS, *options.contenders)):
             try:
-                rows = _measure_turn(turn.contender, options, folder)
+                turn.rows = _measure_turn(turn.contender, options, folder)
             except BenchError as error:
                 turn.fail(str(error))
-                continue
-            turn.done(rows, "measured")
-        rows, lines = compare(rounds)
-        columns = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS}
-        columns["extra MB"] = "peak_bytes MB"
-        session.report(
-            f"{options.size_gb:g} GB in {options.tensors} tensors",
-            columns,
-            rows,
-            rounds.runs,
-            lines=lines,
-        )
+    rows, lines = compare(rounds)
+    columns = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS}
+    columns["extra MB"] = "peak_bytes MB"
+    title = f"{options.size_gb:g} GB in {options.tensors} tensors"
+    session.report(title, columns, rows, rounds.runs, lines=[*lines, _NOTE])
 
 
 def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
@@ -122,18 +114,16 @@ def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[st
         spec = Spec(
             work="gcore_bench.ckpt:measure",
             contender=contender,
-            folder=scratch,
-            options={"size_bytes": round(options.size_gb * 1e9), "tensors": options.tensors},
-            threads=os.cpu_count() or 1,
+            folder=Path(scratch),
+            options=options,
+            threads=_CORES,
         )
-        value, sizes = run_child(
-            spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=_TIMEOUT_S
-        )
+        value, sizes = run_child(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=3600.0)
     rows: dict[str, Figures] = value["rows"]
     if contender != LIMITS:
         # The highest memory while it saved, less that before.
         start_s, end_s = value["saving_s"]
-        saving = [(at_s, size_bytes) for at_s, size_bytes in sizes if start_s <= at_s <= end_s]
+        saving = [size for size in sizes if start_s <= size[0] <= end_s]
         peak_bytes = highest_bytes(saving) - value["before_bytes"]
         rows[contender]["peak_bytes"] = float(max(0, peak_bytes))
     return rows
@@ -141,23 +131,23 @@ def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[st
 
 def compare(rounds: Rounds) -> tuple[dict[str, Row], list[str]]:
     """Return medians of limits and contenders with their ratios to the fastest limits, and lines about aims."""
-    limits = dict.fromkeys(
-        row for run in rounds.runs if run.contender == LIMITS for row in run.rows
-    )
     rows = rounds.summarise()
     fastest: Figures = {}
-    for name in limits:
-        for metric, seconds in rows[name].items():
-            fastest[metric] = min(seconds, fastest.get(metric, math.inf))
+    lines: list[str] = []
+    for run in rounds.runs:
+        if run.contender == LIMITS:
+            for name in run.rows:
+                for metric, seconds in rows[name].items():
+                    fastest[metric] = min(seconds, fastest.get(metric, math.inf))
+        elif run.failure:
+            lines.append(f"{run.contender} failed: {run.failure}")
     for row in rows.values():
-        for metric in METRICS:
-            if metric in row and metric in fastest:
-                row[f"{metric}_ratio"] = row[metric] / fastest[metric]
-    lines = [f"{run.contender} failed: {run.failure}" for run in rounds.runs if run.failure]
+        for metric in fastest.keys() & row.keys():
+            row[f"{metric}_ratio"] = row[metric] / fastest[metric]
     ratio = rows.get("gcore", {}).get("stall_ratio")
     if ratio is not None:
-        aim = f"the stall of a save takes at most {_AIM_STALL} times a copy of memory"
-        lines.append(f"aim: {aim}: {ratio:.2f} ({verdict(ratio <= _AIM_STALL)})")
+        aim = "the stall of a save takes at most 1.15 times a copy of memory"
+        lines.append(f"aim: {aim}: {ratio:.2f} ({verdict(ratio <= 1.15)})")
     return rows, lines
 
 
@@ -184,22 +174,16 @@ def make_state(size_bytes: int, num_tensors: int) -> State:
     num_large = max(1, num_tensors // 50)
     num_tiny = num_tensors * 3 // 10
     num_medium = num_tensors - num_large - num_tiny
+    sizes = [0.4 * size_bytes / num_large] * num_large
+    sizes += [0.6 * size_bytes / num_medium] * num_medium + [_TINY_BYTES] * num_tiny
     noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
     state: State = {}
     # Sizes alternate, as in a model.
     for number in sorted(range(num_tensors), key=lambda number: (number * 37) % num_tensors):
         dtype = torch.float32 if number % 2 else torch.bfloat16
-        if number < num_large:
-            count = 0.4 * size_bytes / num_large / dtype.itemsize
-        elif number < num_large + num_medium:
-            count = 0.6 * size_bytes / num_medium / dtype.itemsize
-        else:
-            count = _TINY_ELEMENTS
-        rows = math.ceil(count / _WIDTH)
-        start = number * 1_234_577 % _PERIOD
-        repeats = -(-(start + rows * _WIDTH) // _PERIOD)
-        values = noise.repeat(repeats)[start : start + rows * _WIDTH]
-        state[f"layers.{number}"] = values.to(dtype, copy=True).view(rows, _WIDTH)
+        rows = math.ceil(sizes[number] / dtype.itemsize / _WIDTH)
+        indices = torch.arange(rows * _WIDTH).add_(number * 1_234_577).remainder_(_PERIOD)
+        state[f"layers.{number}"] = noise[indices].to(dtype).view(rows, _WIDTH)
     return state
 
 
@@ -226,24 +210,20 @@ def measure(spec: Spec) -> dict[str, Any]:
         The seconds in ``rows``; of a contender also ``before_bytes``, resident memory before its saves, and
         ``saving_s``, when they were, on the monotonic clock, which is the same for all processes.
     """
-    state = make_state(spec.options["size_bytes"], spec.options["tensors"])
-    root = Path(spec.folder) / "files"
+    state = make_state(round(spec.options.size_gb * 1e9), spec.options.tensors)
+    root = spec.folder / "files"
     root.mkdir(exist_ok=True)
     if spec.contender == LIMITS:
-        return {
-            "rows": _measure_limits(
-                [_view_bytes(tensor).numpy() for tensor in state.values()], root
-            )
-        }
+        parts = [_view_bytes(tensor).numpy() for tensor in state.values()]
+        return {"rows": _measure_limits(parts, root)}
     library = LIBRARIES[spec.contender](root)
     before_bytes = psutil.Process().memory_full_info().pss
     start_s = time.monotonic()
     seconds = _measure_saves(library, root, state)
     saving_s = (start_s, time.monotonic())
-    ways = ["load", "in_place"] if isinstance(library, InPlaceLibrary) else ["load"]
-    for way in ways:
-        for temperature in ("cold", "warm"):
-            metric = f"{way}_{temperature}"
+    for metric in METRICS[2:]:
+        way, _, temperature = metric.rpartition("_")
+        if way == "load" or isinstance(library, InPlaceLibrary):
             seconds[metric] = _measure_load(library, root, state, way, temperature)
     library.close()
     return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
@@ -258,12 +238,12 @@ def _measure_saves(library: Library, root: Path, state: State) -> Figures:
     _sync(library.find_unsynced(root / "0"))
     os.sync()
     settle()
-    start_s = time.perf_counter()
-    wait = library.save(root / "1", state)
-    stall_s = time.perf_counter() - start_s
-    wait()
-    _sync(library.find_unsynced(root / "1"))
-    return {"stall": stall_s, "durable": time.perf_counter() - start_s}
+    with timed() as durable:
+        with timed() as stall:
+            wait = library.save(root / "1", state)
+        wait()
+        _sync(library.find_unsynced(root / "1"))
+    return {"stall": stall["wall_s"], "durable": durable["wall_s"]}
 
 
 def _measure_load(library: Library, root: Path, state: State, way: str, temperature: str) -> float:
@@ -275,85 +255,70 @@ def _measure_load(library: Library, root: Path, state: State, way: str, temperat
         loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     _prepare_cache(root, temperature)
     settle()
-    start_s = time.perf_counter()
-    if isinstance(library, InPlaceLibrary) and loaded:
-        library.load_into(root / "1", loaded)
-    else:
-        loaded = library.load(root / "1", state)
-    seconds = time.perf_counter() - start_s
+    with timed() as figures:
+        if isinstance(library, InPlaceLibrary) and loaded:
+            library.load_into(root / "1", loaded)
+        else:
+            loaded = library.load(root / "1", state)
     for name, tensor in state.items():
         if not is_same(loaded.get(name), tensor):
             raise ValueError(
                 f"tensor {name}, by {way}, was loaded with other bytes than were saved"
             )
-    return seconds
+    return figures["wall_s"]
 
 
-def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
+def _measure_limits(parts: Sequence[Array], root: Path) -> dict[str, Figures]:
     """Measure a copy in memory, raw writes of one file and raw reads of it, without any library."""
     size_bytes = sum(part.size for part in parts)
     memory = _allocate(size_bytes)
     np.concatenate(parts, out=memory[:size_bytes])
     target = _allocate(memory.size)
     target.fill(0)
-    threads = os.cpu_count() or 1
-    starts = list(range(0, memory.size, _PIECE_BYTES))
-
-    def copy(start: int) -> None:
-        np.copyto(target[start : start + _PIECE_BYTES], memory[start : start + _PIECE_BYTES])
-
-    with ThreadPoolExecutor(threads) as pool:
-        copies = [seconds_of(lambda: list(pool.map(copy, starts))) for _ in range(_COPIES)]
-    rows = {f"memcpy, {threads} threads": {"stall": min(copies)}}
+    copy_s = copy_seconds(target, memory, threads=_CORES)
+    rows = {f"memcpy, {_CORES} threads": {"stall": copy_s}}
     path = root / "raw"
     for mode, flag in (("buffered", 0), ("direct", os.O_DIRECT)):
         path.unlink(missing_ok=True)
         os.sync()
+        write = partial(_write_file, memory, path, flag)
         try:
-            rows[f"raw write, {mode}"] = {
-                "durable": seconds_of(partial(_write_file, memory, path, flag))
-            }
+            rows[f"raw write, {mode}"] = {"durable": seconds_of(write)}
         except OSError:
             # The file system has no direct access.
             continue
         seconds: Figures = {}
         for temperature in ("cold",) if flag else ("cold", "warm"):
-            _prepare_cache(root, temperature)
-            seconds[f"load_{temperature}"] = seconds_of(partial(_read_file, path, None, flag))
-            _prepare_cache(root, temperature)
-            seconds[f"in_place_{temperature}"] = seconds_of(partial(_read_file, path, target, flag))
+            for way, place in (("load", None), ("in_place", target)):
+                _prepare_cache(root, temperature)
+                read = partial(_read_file, path, place, flag)
+                seconds[f"{way}_{temperature}"] = seconds_of(read)
         rows[f"raw read, {mode}"] = seconds
     return rows
 
 
-def _allocate(size_bytes: int) -> _Array:
+def _allocate(size_bytes: int) -> Array:
     """Return page-aligned memory of whole blocks, in huge pages where the machine has them."""
     memory = mmap.mmap(-1, -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
 
 
-def _write_file(memory: _Array, path: Path, flag: int) -> None:
+def _write_file(memory: Array, path: Path, flag: int) -> None:
     with _open(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
-        position = 0
-        while position < memory.size:
-            position += os.pwrite(
-                descriptor, memory.data[position : position + _PIECE_BYTES], position
-            )
+        for start in range(0, memory.size, _PIECE_BYTES):
+            os.pwrite(descriptor, memory.data[start : start + _PIECE_BYTES], start)
         os.fsync(descriptor)
     _sync([path.parent])
 
 
-def _read_file(path: Path, memory: _Array | None, flag: int) -> None:
+def _read_file(path: Path, memory: Array | None, flag: int) -> None:
     """Read a file into existing memory, or into new memory."""
     if memory is None:
         memory = _allocate(path.stat().st_size)
     with _open(path, os.O_RDONLY | flag) as descriptor:
-        position = 0
-        while position < memory.size:
-            position += os.preadv(
-                descriptor, [memory.data[position : position + _PIECE_BYTES]], position
-            )
+        for start in range(0, memory.size, _PIECE_BYTES):
+            os.preadv(descriptor, [memory.data[start : start + _PIECE_BYTES]], start)
 
 
 @contextmanager

@@ -11,23 +11,27 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from statistics import median
+from itertools import chain
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import psutil
-from rich.console import Console
 
-from gcore_bench.harness.processes import environment, seconds_of, status_bytes, stderr_to
+from gcore_bench.harness.processes import (
+    copy_seconds,
+    draw_length,
+    environment,
+    status_bytes,
+    stderr_to,
+)
 from gcore_bench.harness.report import (
     BenchError,
+    BenchOptions,
     BenchSession,
     Figures,
-    QuickOptions,
     Rounds,
     Row,
     verdict,
@@ -46,11 +50,6 @@ ALONE = "work alone"
 WARMUP_STEPS = 2
 """Steps of every contender in every round that are not measured; buffers, connections and pages are made in them."""
 
-_NEEDS = {"gcore": 3.0, "verl": 6.0, "verl-numpy": 6.0}
-"""Peak memory over the payload: objects of this step and the last one; under verl also the serialised copies of
-workers and those of the driver, up to four."""
-_IN_STORE = 2.25
-_SPARE_BYTES = 128 << 20
 _VERL_ENVIRONMENT = {"verl": {}, "verl-numpy": {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"}}
 _RAY_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -61,11 +60,6 @@ _RAY_ENVIRONMENT = {
     # Ray warns of four times as many processes; as many start before they are needed.
     "RAY_worker_maximum_startup_concurrency": "8",
 }
-_LESS_OVERHEAD = 5.0
-_MEDIAN_TOKENS = 500
-_SIGMA = 0.8
-_INTERVAL_S = 0.005
-_COPIES = 3
 _MOST_COPIED_BYTES = 512 << 20
 """Larger copies have the same rate."""
 _COLUMNS: dict[str, str] = {
@@ -83,7 +77,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerOptions(QuickOptions):
+class ControllerOptions(BenchOptions):
     """Measure controllers that pass references against verl's single driver, which every byte passes through."""
 
     contenders: tuple[ContenderName, ...] = get_args(ContenderName)
@@ -118,24 +112,21 @@ class ControllerOptions(QuickOptions):
                 raise BenchError(f"samples is {self.samples}; expected a multiple of {number}")
 
 
-def run(options: ControllerOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
+def run(options: ControllerOptions, session: BenchSession) -> None:
+    """Measure and print the figures that ``options`` asks for.
 
     Raises:
         BenchError: a contender failed, or features arrived with other bytes.
     """
-    options = options.resize_if_quick()
-    with (
-        BenchSession(options, console, notes=[_NOTE]) as session,
-        stderr_to(session.folder / "log"),
-    ):
+    with stderr_to(session.folder / "log"):
         for payload_mb in sorted(set(options.payload_mb)):
-            rounds = Rounds(f"{payload_mb} MB", options.rounds, say=session.say)
+            rounds = session.start_rounds(f"{payload_mb} MB")
             asyncio.run(_run_rounds(payload_mb, options, rounds))
             if rounds.runs:
                 rows = rounds.summarise()
                 title = f"a payload of {payload_mb:,} MB, from rollout workers to trainer ranks"
-                session.report(title, _COLUMNS, rows, rounds.runs, lines=compare(rows))
+                lines = [*compare(rows), _NOTE]
+                session.report(title, _COLUMNS, rows, rounds.runs, lines=lines)
 
 
 def compare(rows: Mapping[str, Row]) -> list[str]:
@@ -148,7 +139,7 @@ def compare(rows: Mapping[str, Row]) -> list[str]:
     highest = min(verls) / min(ours)
     return [
         f"overhead of verl's driver, the faster of its forms, over gcore's: {least:.1f} to {highest:.1f} "
-        f"(aim: at least {_LESS_OVERHEAD:g}, {verdict(least >= _LESS_OVERHEAD)})"
+        f"(aim: at least 5, {verdict(least >= 5)})"
     ]
 
 
@@ -156,10 +147,12 @@ async def _run_rounds(payload_mb: int, options: ControllerOptions, rounds: Round
     """Measure a payload; contenders that lack the memory for it are reported and left out."""
     payload = Payload.of(nbytes=payload_mb << 20, num_samples=options.samples, seed=options.seed)
     free_bytes = psutil.virtual_memory().available
-    store_bytes = int(_IN_STORE * payload.nbytes) + _SPARE_BYTES
+    store_bytes = int(2.25 * payload.nbytes) + (128 << 20)
     names: list[str] = []
     for contender in options.contenders:
-        needed_bytes = _NEEDS[contender] * payload.nbytes + store_bytes
+        # Objects of this step and the last one; under verl also copies of workers and of the driver, up to four.
+        num_copies = 3 if contender == "gcore" else 6
+        needed_bytes = num_copies * payload.nbytes + store_bytes
         if needed_bytes > free_bytes:
             rounds.say(
                 f"{rounds.part}: {contender} is left out; it needs {needed_bytes / 2**20:,.0f} MB of memory, of which "
@@ -197,7 +190,7 @@ async def _run_rounds(payload_mb: int, options: ControllerOptions, rounds: Round
                 figures = await _measure(name, payload, workers, drivers, options.steps)
                 figures["overhead_s"] = max(figures["step_s"] - alone_s, 1e-6)
                 figures["over_memcpy"] = copy_s / figures["overhead_s"]
-            turn.done({name: figures}, f"{figures['step_s']:.3f} s")
+            turn.done(figures, "{step_s:.3f} s")
 
 
 async def _measure(
@@ -212,9 +205,8 @@ async def _measure(
         if name in drivers:
             return step_row([await drivers[name].run.remote(payload, num_steps)])
         program = partial(dispatch_program, payload=payload, num_steps=WARMUP_STEPS + num_steps)
-        return step_row(
-            await run_ray(program, roles=[*workers], world_size=int(name.rpartition("-")[2]))
-        )
+        world_size = int(name.rpartition("-")[2])
+        return step_row(await run_ray(program, roles=[*workers], world_size=world_size))
     except Exception as raised:
         # Ray's own error of an actor's error holds hundreds of lines about all processes of the machine.
         error = getattr(raised, "cause", None) or raised
@@ -228,13 +220,15 @@ def local_cluster(store_bytes: int) -> Generator[Any]:
     with environment(**_RAY_ENVIRONMENT):
         import ray
 
-        # verl reserves ten cores for each worker; nothing here is scheduled by cores.
-        options: dict[str, Any] = {
-            "num_cpus": 1000,
-            "object_store_memory": store_bytes,
-            "include_dashboard": False,
-        }
-        with ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options):
+        with ray.init(
+            address="local",
+            # verl reserves ten cores for each worker; nothing here is scheduled by cores.
+            num_cpus=1000,
+            object_store_memory=store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        ):
             yield ray
 
 
@@ -271,7 +265,7 @@ class Payload:
     def response(self, index: int) -> dict[str, Any]:
         """Return the ``length`` of a sample's response in tokens, lognormal, and its ``reward``, 0 or 1."""
         rng = np.random.default_rng((self.seed, index))
-        length = round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * rng.normal())))
+        length = draw_length(rng, 500, 1 << 20, sigma=0.8)
         return {"length": length, "reward": float(rng.random() < 0.5)}
 
 
@@ -293,11 +287,7 @@ def check_read(expected: Mapping[int, int], read: Sequence[tuple[int, int]]) -> 
         raise BenchError(
             f"{len(read)} samples were read; only {len(checksums)} of them are distinct"
         )
-    wrong = [
-        index
-        for index in expected.keys() | checksums.keys()
-        if expected.get(index) != checksums.get(index)
-    ]
+    wrong = {index for index, _ in expected.items() ^ checksums.items()}
     if wrong:
         raise BenchError(
             f"{len(wrong)} samples, {min(wrong)} among them, were read with other bytes than were made"
@@ -322,7 +312,7 @@ class StepFigures:
         over = threading.Event()
 
         def sample_memory() -> None:
-            while not over.wait(_INTERVAL_S):
+            while not over.wait(0.005):
                 self.peak_bytes = max(self.peak_bytes, status_bytes("RssAnon"))
 
         thread = threading.Thread(target=sample_memory, daemon=True)
@@ -343,15 +333,12 @@ class StepFigures:
 
 def step_row(processes: Sequence[StepFigures]) -> Figures:
     """Return a contender's figures, without the warm-up; a step lasts from its first start to its last end."""
-    seconds: list[float] = []
-    for number in range(WARMUP_STEPS, len(processes[0].steps)):
-        start_s = min(process.steps[number][0] for process in processes)
-        end_s = max(process.steps[number][1] for process in processes)
-        seconds.append(end_s - start_s)
+    starts_s, ends_s = np.array([process.steps[WARMUP_STEPS:] for process in processes]).T
+    seconds = ends_s.max(axis=1) - starts_s.min(axis=1)
     peak_bytes = max(process.peak_bytes for process in processes)
     idle_bytes = max(process.idle_bytes for process in processes)
     return {
-        "step_s": median(seconds),
+        "step_s": float(np.median(seconds)),
         "peak_bytes": float(peak_bytes),
         "grown_bytes": float(peak_bytes - idle_bytes),
     }
@@ -363,20 +350,10 @@ def memcpy_seconds(nbytes: int) -> float:
     target = np.frombuffer(mmap.mmap(-1, size), np.uint8)
     source = np.ones(size, np.uint8)
     target[:] = 0
-    seconds: list[float] = []
-    for threads in {1, os.cpu_count() or 1}:
-        targets = np.array_split(target, threads)
-        sources = np.array_split(source, threads)
-        with ThreadPoolExecutor(threads) as pool:
-            copy = partial(_copy_all, pool, targets, sources)
-            seconds.extend(seconds_of(copy) for _ in range(_COPIES))
+    seconds = [
+        copy_seconds(target, source, threads=threads) for threads in {1, os.cpu_count() or 1}
+    ]
     return min(seconds) * nbytes / size
-
-
-def _copy_all(
-    pool: ThreadPoolExecutor, targets: Sequence[Features], sources: Sequence[Features]
-) -> None:
-    list(pool.map(np.copyto, targets, sources))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,19 +407,15 @@ class BenchWorker:
 async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int) -> float:
     """Return the median seconds of a step that makes the features and reads them where they are."""
     slices = payload.split(len(workers))
-    seconds: list[float] = []
+    figures = StepFigures()
     for _ in range(WARMUP_STEPS + num_steps):
-        start_s = time.perf_counter()
-        await asyncio.gather(
-            *(
-                worker.work_alone.remote(payload, indices)
-                for worker, indices in zip(workers, slices, strict=True)
+        with figures.step():
+            await asyncio.gather(
+                *(w.work_alone.remote(payload, s) for w, s in zip(workers, slices, strict=True))
             )
-        )
-        seconds.append(time.perf_counter() - start_s)
     # Release the memory.
     await asyncio.gather(*(worker.work_alone.remote(payload, []) for worker in workers))
-    return median(seconds[WARMUP_STEPS:])
+    return step_row([figures])["step_s"]
 
 
 async def dispatch_program(
@@ -465,38 +438,30 @@ async def _dispatch(ctx: Context[list[Any]], payload: Payload) -> None:
     workers: dict[int, Any] = {}
     for part in range(ctx.rank, num_parts, ctx.world_size):
         workers[part] = ctx.roles[part % len(ctx.roles)]
-    samples: list[SampleFacts] = []
     makes = [worker.make.remote(payload, slices[part]) for part, worker in workers.items()]
-    for worker_samples in await asyncio.gather(*makes):
-        samples.extend(worker_samples)
+    samples: list[SampleFacts] = list(chain.from_iterable(await asyncio.gather(*makes)))
     total_reward = await ctx.group.all_reduce(sum(sample.reward for sample in samples))
     baseline = total_reward / payload.num_samples
     facts: dict[int, tuple[int, int, float]] = {}
     for sample in samples:
         facts[sample.index] = (sample.length, sample.checksum, sample.reward - baseline)
-    all_facts: dict[int, tuple[int, int, float]] = {}
     for rank_facts in await ctx.group.all_gather(facts):
-        all_facts |= rank_facts
-    lengths = [all_facts[index][0] for index in range(payload.num_samples)]
+        facts |= rank_facts
+    lengths = [facts[index][0] for index in range(payload.num_samples)]
+    parts = balance(lengths, num_parts, equal_count=True)
     part_of: dict[int, int] = {}
-    for part, indices in enumerate(balance(lengths, num_parts, equal_count=True)):
+    for part, indices in enumerate(parts):
         part_of |= dict.fromkeys(indices.tolist(), part)
     outgoing: list[list[SampleFacts]] = [[] for _ in range(ctx.world_size)]
     for sample in samples:
         outgoing[part_of[sample.index] % ctx.world_size].append(sample)
     batches: dict[int, list[SampleFacts]] = {part: [] for part in workers}
-    for rank_samples in await ctx.group.all_to_all(outgoing):
-        for sample in rank_samples:
-            batches[part_of[sample.index]].append(sample)
-    expected: dict[int, int] = {}
-    for index, part in part_of.items():
-        if part in batches:
-            expected[index] = all_facts[index][1]
+    for sample in chain.from_iterable(await ctx.group.all_to_all(outgoing)):
+        batches[part_of[sample.index]].append(sample)
     reads = [worker.read.remote(batches[part]) for part, worker in workers.items()]
-    read: list[tuple[int, int]] = []
-    for checksums in await asyncio.gather(*reads):
-        read += checksums
-    check_read(expected, read)
+    read = list(chain.from_iterable(await asyncio.gather(*reads)))
+    expected = chain.from_iterable(parts[part].tolist() for part in workers)
+    check_read({index: facts[index][1] for index in expected}, read)
 
 
 class DriverProcess:
@@ -546,16 +511,12 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
             features = np.empty((len(indices), payload.num_floats), np.float32)
             for row, index in zip(features, indices, strict=True):
                 payload.features(index, out=row)
+            columns = {"index": data.batch["index"], "features": torch.from_numpy(features)}
+            columns["checksum"] = torch.tensor([checksum(row) for row in features])
             responses = [payload.response(index) for index in indices]
-            return DataProto.from_dict(
-                {
-                    "index": data.batch["index"],
-                    "features": torch.from_numpy(features),
-                    "checksum": torch.tensor([checksum(row) for row in features]),
-                    "length": torch.tensor([response["length"] for response in responses]),
-                    "reward": torch.tensor([response["reward"] for response in responses]),
-                }
-            )
+            for name in responses[0]:
+                columns[name] = torch.tensor([response[name] for response in responses])
+            return DataProto.from_dict(columns)
 
         @register(dispatch_mode=dispatch.DP_COMPUTE_PROTO)
         def read(self, data: Any) -> Any:

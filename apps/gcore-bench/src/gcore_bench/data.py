@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import resource
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -12,10 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, run_child, settle, status_bytes
-from gcore_bench.harness.report import BenchSession, Figures, QuickOptions, Rounds, Row, verdict
+from gcore_bench.harness.processes import Spec, run_child, settle, status_bytes, timed
+from gcore_bench.harness.report import BenchOptions, BenchSession, Figures, Row, verdict
 from gcore_runs import Count, NonNegative
 
 PartName = Literal["prompts", "index"]
@@ -26,31 +23,10 @@ _CONTENDERS = {
 }
 _TOKENIZING = ("gcore, in memory", "verl's way")
 """Contenders that tokenize every prompt, and get fewer rows."""
-_TITLES = {
-    "prompts": "start on a JSONL file of prompts",
-    "index": "shuffled index of an Arrow file",
-}
-_WORDS = [
-    "Natalia",
-    "sold",
-    "clips",
-    "to",
-    "48",
-    "of",
-    "her",
-    "friends",
-    "in",
-    "April",
-    "and",
-    "half",
-    "as",
-    "many",
-]
+_WORDS = "Natalia sold clips to 48 of her friends in April and half as many"
 _WRITTEN_ROWS = 10_000
 _BATCH_SIZE = 512
 _MAX_LENGTH = 1024
-_AIM_S = 10.0
-_AIM_BYTES = 2**30
 _COLUMNS: dict[str, str] = {
     "rows": "rows ,.0f",
     "s": "wall_s .2f",
@@ -67,7 +43,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(QuickOptions):
+class DataOptions(BenchOptions):
     """Measure the start of a run on many prompts, and the index of many more, against verl's way and lists."""
 
     parts: tuple[PartName, ...] = get_args(PartName)
@@ -91,35 +67,33 @@ class DataOptions(QuickOptions):
     }
 
 
-def run(options: DataOptions, console: Console) -> None:
-    """Measure and print the parts of ``options``, and write their figures."""
-    options = options.resize_if_quick()
-    with BenchSession(options, console, notes=[_NOTE]) as session:
-        for part in options.parts:
-            rounds = Rounds(part, options.rounds, say=session.say)
-            _write_files(part, options, session.folder)
-            for turn in rounds.turns(_CONTENDERS[part]):
-                num_rows = _count_rows(part, turn.contender, options)
-                values = {
-                    "file": str(_file_of(part, num_rows, session.folder)),
-                    "seed": options.seed + turn.round,
-                }
-                spec = Spec(
-                    work="gcore_bench.data:measure",
-                    part=part,
-                    contender=turn.contender,
-                    folder=str(session.folder),
-                    options=values,
-                )
-                figures, _ = run_child(spec)
-                figures["rows"] = num_rows
-                figures["row_us"] = figures["cpu_s"] / num_rows * 1e6
-                figures["row_bytes"] = figures["own_bytes"] / num_rows
-                turn.done({turn.contender: figures}, f"{figures['wall_s']:.2f} s")
-            rows = rounds.summarise()
-            session.report(
-                _TITLES[part], _COLUMNS, rows, rounds.runs, lines=[_check_aim(part, rows)]
+def run(options: DataOptions, session: BenchSession) -> None:
+    """Measure and print the parts of ``options``."""
+    for part in options.parts:
+        rounds = session.start_rounds(part)
+        for turn in rounds.turns(_CONTENDERS[part]):
+            num_rows = options.index_rows
+            if part == "prompts":
+                num_rows = options.peer_rows if turn.contender in _TOKENIZING else options.rows
+            file = _write_file(part, num_rows, session.folder, options.seed)
+            spec = Spec(
+                work="gcore_bench.data:measure",
+                part=part,
+                contender=turn.contender,
+                folder=session.folder,
+                options=(file, options.seed + turn.round),
             )
+            figures, _ = run_child(spec)
+            figures["rows"] = num_rows
+            figures["row_us"] = figures["cpu_s"] / num_rows * 1e6
+            figures["row_bytes"] = figures["own_bytes"] / num_rows
+            turn.done(figures, "{wall_s:.2f} s")
+        rows = rounds.summarise()
+        title = "start on a JSONL file of prompts"
+        if part == "index":
+            title = "shuffled index of an Arrow file"
+        lines = [_check_aim(part, rows), _NOTE]
+        session.report(title, _COLUMNS, rows, rounds.runs, lines=lines)
 
 
 def _check_aim(part: str, rows: Mapping[str, Row]) -> str:
@@ -129,29 +103,18 @@ def _check_aim(part: str, rows: Mapping[str, Row]) -> str:
     is_met = True
     for name, row in rows.items():
         if name.startswith("gcore") and name not in _TOKENIZING:
-            is_met = is_met and row["wall_s"] < _AIM_S and row[metric] < _AIM_BYTES
-    return f"aim: started in {_AIM_S:g} s in under 1 GiB {words}: {verdict(is_met)}"
+            is_met = is_met and row["wall_s"] < 10 and row[metric] < 2**30
+    return f"aim: started in 10 s in under 1 GiB {words}: {verdict(is_met)}"
 
 
-def _count_rows(part: str, contender: str, options: DataOptions) -> int:
-    """Return the number of rows that a contender reads."""
-    if part == "index":
-        return options.index_rows
-    return options.peer_rows if contender in _TOKENIZING else options.rows
-
-
-def _write_files(part: str, options: DataOptions, folder: Path) -> None:
-    """Write the files of all contenders of a part."""
-    for num_rows in {_count_rows(part, contender, options) for contender in _CONTENDERS[part]}:
-        file = _file_of(part, num_rows, folder)
-        if part == "index":
-            write_index(file, num_rows)
-        else:
-            write_prompts(file, num_rows, options.seed)
-
-
-def _file_of(part: str, num_rows: int, folder: Path) -> Path:
-    return folder / (f"{num_rows}.arrow" if part == "index" else f"{num_rows}.jsonl")
+def _write_file(part: str, num_rows: int, folder: Path, seed: int) -> Path:
+    """Return the file of so many rows of a part, which is written if it is not there yet."""
+    suffix = "arrow" if part == "index" else "jsonl"
+    file = folder / f"{num_rows}.{suffix}"
+    if not file.exists():
+        write = write_index if part == "index" else write_prompts
+        write(file, num_rows, seed)
+    return file
 
 
 def write_prompts(file: Path, num_rows: int, seed: int) -> None:
@@ -159,13 +122,13 @@ def write_prompts(file: Path, num_rows: int, seed: int) -> None:
     rng = random.Random(seed)
     with file.open("w") as lines:
         for number in range(num_rows):
-            question = f"{number}: {' '.join(rng.choices(_WORDS, k=45))}?"
+            question = f"{number}: {' '.join(rng.choices(_WORDS.split(), k=45))}?"
             lines.write(
                 json.dumps({"prompt": question, "answer": f"x = {number}\n#### {number}"}) + "\n"
             )
 
 
-def write_index(file: Path, num_rows: int) -> None:
+def write_index(file: Path, num_rows: int, _seed: int) -> None:
     """Write an Arrow file with a number for each row."""
     import pyarrow as pa
     import pyarrow.ipc
@@ -186,21 +149,13 @@ def measure(spec: Spec) -> Figures:
     else:
         start = _prepare_gcore(spec)
     before_bytes = status_bytes("RssAnon")
-    start_s = time.perf_counter()
-    start_cpu_s = time.process_time()
-    rows_in_use = start()
-    wall_s = time.perf_counter() - start_s
-    cpu_s = time.process_time() - start_cpu_s
+    with timed() as figures:
+        rows_in_use = start()
     settle()
-    own_bytes = status_bytes("RssAnon") - before_bytes
+    figures["own_bytes"] = float(status_bytes("RssAnon") - before_bytes)
     del rows_in_use
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    return {
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "own_bytes": float(own_bytes),
-        "peak_bytes": peak_bytes,
-    }
+    figures["peak_bytes"] = float(status_bytes("VmHWM"))
+    return figures
 
 
 def _prepare_gcore(spec: Spec) -> Callable[[], Any]:
@@ -213,12 +168,13 @@ def _prepare_gcore(spec: Spec) -> Callable[[], Any]:
     os.environ["XDG_CACHE_HOME"] = f"{spec.folder}/cache"
     if spec.contender == "gcore, in memory":
         inputs.LARGE_BYTES = 2**60
-    data = DataConfig(train_files=(spec.options["file"],), max_prompt_length=_MAX_LENGTH)
+    file, seed = spec.options
+    data = DataConfig(train_files=(str(file),), max_prompt_length=_MAX_LENGTH)
     tokenizer = tiny_tokenizer()
 
     def start() -> Any:
-        prompts = load_files(data, tokenizer, seed=spec.options["seed"])
-        loader = PromptLoader(prompts.train, seed=spec.options["seed"])
+        prompts = load_files(data, tokenizer, seed=seed)
+        loader = PromptLoader(prompts.train, seed=seed)
         return prompts, loader, loader.take(_BATCH_SIZE)
 
     return start
@@ -236,9 +192,8 @@ def _prepare_verl(spec: Spec) -> Callable[[], Any]:
 
     def start() -> Any:
         cache = f"{spec.folder}/datasets"
-        rows = datasets.load_dataset(
-            "json", data_files=spec.options["file"], split="train", cache_dir=cache
-        )
+        file = str(spec.options[0])
+        rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
         rows = rows.filter(lambda row: len(tokenizer(row["prompt"])["input_ids"]) <= _MAX_LENGTH)
         order = iter(RandomSampler(rows))
         return rows, order, [rows[index] for index in islice(order, _BATCH_SIZE)]
@@ -253,10 +208,10 @@ def _prepare_index(spec: Spec) -> Callable[[], Any]:
     from gcore_controller import PromptLoader
     from gcore_runs.data.tables import ArrowRows
 
-    file = Path(spec.options["file"])
+    file, seed = spec.options
 
     def start_gcore() -> Any:
-        loader = PromptLoader(ArrowRows([file]), seed=spec.options["seed"])
+        loader = PromptLoader(ArrowRows([file]), seed=seed)
         return loader, loader.take(_BATCH_SIZE)
 
     def start_torch() -> Any:

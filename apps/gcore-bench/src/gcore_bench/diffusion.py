@@ -5,20 +5,19 @@ window of noisy steps, loss and optimizer of gcore-diffusion's embedded run, and
 """
 
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, run_child, run_training
-from gcore_bench.harness.report import BenchSession, Figures, QuickOptions, Rounds, Row, verdict
+from gcore_bench.harness.processes import Spec, run_child, run_training, timed
+from gcore_bench.harness.report import BenchOptions, BenchSession, Figures, Row, verdict
 from gcore_diffusion.config import DemoConfig, embedded
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_runs import Bound, Count, NonNegative, at_least
@@ -41,9 +40,6 @@ GCORE = {
     ),
 }
 """Options in addition to those of the embedded run."""
-_AIM = 1.5
-_AIM_OF_LIMIT = 0.85
-"""Images over those of a plain loop, or of the limit: one of the two is to be reached."""
 _RECIPE = embedded()
 NUM_INFERENCE_STEPS = _RECIPE.rollout.num_inference_steps
 WINDOW_SIZE = _RECIPE.rollout.window_size
@@ -57,7 +53,7 @@ for _stage in STAGES:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionOptions(QuickOptions):
+class DiffusionOptions(BenchOptions):
     """Measure steps of Flow-GRPO-Fast of the embedded model, by gcore-diffusion and by a plain loop on diffusers."""
 
     steps: Count = 8
@@ -81,44 +77,42 @@ class DiffusionOptions(QuickOptions):
     }
 
 
-def run(options: DiffusionOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
+def run(options: DiffusionOptions, session: BenchSession) -> None:
+    """Measure and print the figures that ``options`` asks for.
 
     Raises:
         BenchError: a run failed; the message names its log.
     """
+    from rich.console import Console
+
     from gcore_diffusion.demo.pretraining import pretrained_pipeline
     from gcore_runs import Display
 
-    options = options.resize_if_quick()
     # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
     # The result of pretraining does not affect times.
+    config = DemoConfig(num_steps=1, cache_dir=str(folder))
     with Display(Console(quiet=True)) as display:
-        model = pretrained_pipeline(
-            DemoConfig(num_steps=1, cache_dir=str(folder)), seed=0, display=display
-        )
-    with BenchSession(options, console) as session:
-        rounds = Rounds("loop", options.rounds, say=session.say)
-        for turn in rounds.turns((*PLAIN, LIMIT, *GCORE)):
-            name = turn.contender
-            if name == LIMIT:
-                with ThreadPoolExecutor() as pool:
-                    loops = list(
-                        pool.map(partial(_run_plain, PLAIN[0], model, options), ("first", "second"))
-                    )
-                steps = [*loops[0], *loops[1]]
-            elif name in PLAIN:
-                steps = _run_plain(name, model, options, "only")
-            else:
-                steps = _run_gcore(name, model, options, turn.round)
-            figures = {stage: median(step[stage] for step in steps) for stage in steps[0]}
-            num_images = options.prompts * options.n * (2 if name == LIMIT else 1)
-            figures["images_per_s"] = num_images / figures["step"]
-            turn.done({name: figures}, f"{figures['step']:.3f} s")
-        rows = rounds.summarise()
-        title = "Flow-GRPO-Fast, seconds of a step"
-        session.report(title, _COLUMNS, rows, rounds.runs, lines=_compare(rows))
+        model = pretrained_pipeline(config, seed=0, display=display)
+    rounds = session.start_rounds("loop")
+    for turn in rounds.turns((*PLAIN, LIMIT, *GCORE)):
+        name = turn.contender
+        num_loops = 1
+        if name == LIMIT:
+            num_loops = 2
+            with ThreadPoolExecutor() as pool:
+                run_plain = partial(_run_plain, PLAIN[0], model, options)
+                steps = list(chain.from_iterable(pool.map(run_plain, ("first", "second"))))
+        elif name in PLAIN:
+            steps = _run_plain(name, model, options, "only")
+        else:
+            steps = _run_gcore(name, model, options, turn.round)
+        figures = {stage: median(step[stage] for step in steps) for stage in steps[0]}
+        figures["images_per_s"] = num_loops * options.prompts * options.n / figures["step"]
+        turn.done(figures, "{step:.3f} s")
+    rows = rounds.summarise()
+    title = "Flow-GRPO-Fast, seconds of a step"
+    session.report(title, _COLUMNS, rows, rounds.runs, lines=_compare(rows))
 
 
 def _compare(rows: Mapping[str, Row]) -> list[str]:
@@ -127,23 +121,21 @@ def _compare(rows: Mapping[str, Row]) -> list[str]:
     plain = max(images[name] for name in PLAIN)
     gcore = max(images[name] for name in list(GCORE)[1:])
     limit = images[LIMIT]
-    is_met = gcore >= _AIM * plain or gcore >= _AIM_OF_LIMIT * limit
+    is_met = gcore >= 1.5 * plain or gcore >= 0.85 * limit
     return [
         f"two plain loops at once make {limit / plain:.2f} times the images of one: the most that the cores can do",
-        f"aim: with 2 controllers at least {_AIM} times the images of a plain loop, or {_AIM_OF_LIMIT} of that limit: "
+        "aim: with 2 controllers at least 1.5 times the images of a plain loop, or 0.85 of that limit: "
         f"{gcore / plain:.2f} times, {gcore / limit:.2f} of it ({verdict(is_met)})",
     ]
 
 
 def _run_plain(name: str, model: Path, options: DiffusionOptions, label: str) -> list[Figures]:
     """Run a plain loop in a process; return the seconds of each measured step by stage."""
-    values = {"model": str(model), "seed": options.seed, "prompts": options.prompts, "n": options.n}
-    values["steps"] = options.warmup + options.steps
     spec = Spec(
         work="gcore_bench.diffusion:run_loop",
         contender=f"{name}, {label}",
-        folder=str(model.parent),
-        options=values,
+        folder=model.parent,
+        options=(model, options),
         threads=PLAIN.index(name) + 1,
     )
     steps, _ = run_child(spec)
@@ -159,7 +151,7 @@ def _run_gcore(name: str, model: Path, options: DiffusionOptions, number: int) -
         f"--trainer.total-training-steps {options.warmup + options.steps} --trainer.save-freq 1000 "
         f"--trainer.tensorboard False --algorithm.filter-groups False --actor.loss.kl-loss-coef 0 {GCORE[name]}"
     )
-    rows, _ = run_training(
+    rows = run_training(
         "gcore_diffusion",
         [*words.split(), "--reward.held-out", ""],
         name=f"run-{number}-{list(GCORE).index(name)}",
@@ -180,25 +172,23 @@ def run_loop(spec: Spec) -> list[Figures]:
     from gcore_rollout import load_pipeline
     from gcore_runs import keep_free_memory
 
-    options = spec.options
+    model, options = spec.options
     # As gcore's processes do, to compare what else differs.
     keep_free_memory()
-    torch.manual_seed(options["seed"])
-    pipeline = load_pipeline(options["model"], dtype=torch.float32)
-    loop = Loop(pipeline, prompts=options["prompts"], n=options["n"], seed=options["seed"])
-    return [loop.step() for _ in range(options["steps"])]
+    torch.manual_seed(options.seed)
+    pipeline = load_pipeline(model, dtype=torch.float32)
+    loop = Loop(pipeline, prompts=options.prompts, n=options.n, seed=options.seed)
+    return [loop.step() for _ in range(options.warmup + options.steps)]
 
 
+@dataclass
 class NoisyStep:
     """A step with noise: its index, latents before and after it, and log-probabilities, [B]."""
 
-    def __init__(
-        self, index: int, before: "torch.Tensor", after: "torch.Tensor", log_probs: "torch.Tensor"
-    ) -> None:
-        self.index = index
-        self.before = before
-        self.after = after
-        self.log_probs = log_probs
+    index: int
+    before: "torch.Tensor"
+    after: "torch.Tensor"
+    log_probs: "torch.Tensor"
 
 
 class Loop:
@@ -229,25 +219,19 @@ class Loop:
         """Make one step; return seconds by stage."""
         import torch
 
-        start_s = time.perf_counter()
-        indices = self._rng.permutation(len(PROMPTS))[: self._num_prompts]
-        prompts = [PROMPTS[index] for index in np.repeat(indices, self._n)]
-        with torch.no_grad():
+        with timed() as gen, torch.no_grad():
+            indices = self._rng.permutation(len(PROMPTS))[: self._num_prompts]
+            prompts = [PROMPTS[index] for index in np.repeat(indices, self._n)]
             pixels, steps = self._sample(prompts)
-        sampled_s = time.perf_counter()
-        scores = torch.from_numpy(self._reward(pixels, prompts, [{}] * len(prompts))).float()
-        scored_s = time.perf_counter()
-        groups = scores.view(self._num_prompts, self._n)
-        advantages = ((groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)).flatten()
-        limit = _RECIPE.algorithm.adv_clip_max
-        self._update(steps, advantages.clamp(-limit, limit))
-        end_s = time.perf_counter()
-        return {
-            "step": end_s - start_s,
-            "gen": sampled_s - start_s,
-            "reward": scored_s - sampled_s,
-            "train": end_s - scored_s,
-        }
+        with timed() as reward:
+            scores = torch.from_numpy(self._reward(pixels, prompts, [{}] * len(prompts))).float()
+        with timed() as train:
+            groups = scores.view(self._num_prompts, self._n)
+            advantages = (groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)
+            limit = _RECIPE.algorithm.adv_clip_max
+            self._update(steps, advantages.flatten().clamp(-limit, limit))
+        seconds = {"gen": gen["wall_s"], "reward": reward["wall_s"], "train": train["wall_s"]}
+        return {"step": sum(seconds.values()), **seconds}
 
     def _sample(self, prompts: list[str]) -> tuple[Any, list[NoisyStep]]:
         """Return pixels as uint8, [B, height, width, 3], and the steps with noise that made them."""
@@ -278,14 +262,8 @@ class Loop:
                 latents = noisy
             else:
                 latents = latents + velocity * (self.sigmas[i + 1] - self.sigmas[i])
-        pixels = (
-            ((latents / 2 + 0.5).clamp(0, 1) * 255)
-            .round()
-            .to(torch.uint8)
-            .permute(0, 2, 3, 1)
-            .numpy()
-        )
-        return pixels, steps
+        pixels = (latents / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
+        return pixels.permute(0, 2, 3, 1).numpy(), steps
 
     def _update(self, steps: Sequence[NoisyStep], advantages: "torch.Tensor") -> None:
         import torch

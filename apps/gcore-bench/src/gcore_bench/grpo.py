@@ -10,12 +10,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from rich.console import Console
+import numpy as np
 
-from gcore_bench.harness.processes import Spec, highest_bytes, run_child, run_training
+from gcore_bench.harness.processes import (
+    Spec,
+    highest_bytes,
+    run_child,
+    run_training,
+    timed,
+    train_here,
+)
 from gcore_bench.harness.report import (
     BenchError,
     BenchOptions,
@@ -36,9 +43,6 @@ ContenderName = Literal["gcore", "gcore-vllm", "trl"]
 MEAN_LENGTH = 50
 """Mean length of the long-tailed model's answers without a limit."""
 
-_MODEL_SEED = 0
-_AIM_SPEED = 3.3
-"""Least speed of gcore over TRL's on the workload short."""
 _COLUMNS: dict[str, str] = {
     "samples/s": "samples_per_s ,.0f",
     "step s": "step_s .3f",
@@ -46,8 +50,6 @@ _COLUMNS: dict[str, str] = {
     "train s": "train_s .3f",
     "CPU s": "cpu_s .3f",
     "peak MB": "peak_bytes MB",
-    "mean length": "mean_length .1f",
-    "score": "score .3f",
 }
 _NOTE = (
     "gen includes tokenizing, detokenizing, rewards and the transfer of weights to the engine; peak MB is of all "
@@ -75,6 +77,13 @@ class GrpoOptions(BenchOptions):
     """Seed of prompts and samples."""
     work_dir: Path = Path("runs/bench")
     """Folder of models and logs; a model that is in it is used again."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "workload": "short",
+        "steps": 2,
+        "warmup_steps": 1,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +129,6 @@ WORKLOADS = {
 }
 
 
-Step = dict[str, float]
-"""Figures of one step.
-
-- ``step_s``; ``cpu_s`` of all threads.
-- ``gen_s``: generation, including tokenizing, detokenizing, rewards and the transfer of new weights to the engine.
-- ``train_s``: forward, backward and optimizer.
-- ``score``: mean over all completions; ``mean_length`` of completions, in tokens.
-"""
-
-
 def count_even_digits(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """Return the fraction of even digits: a reward that takes no time and differs between almost any two answers."""
     del prompt, row
@@ -137,25 +136,22 @@ def count_even_digits(prompt: str, completion: str, row: Mapping[str, Any]) -> f
     return num_even / max(len(completion), 1)
 
 
-def run(options: GrpoOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for; `BenchError` if a process fails."""
-    names = [options.workload] if options.workload != "all" else list(WORKLOADS)
-    with BenchSession(options, console, notes=[_NOTE]) as session:
-        for name in names:
-            workload = WORKLOADS[name]
-            rounds = Rounds(name, options.rounds, say=session.say)
-            model = options.work_dir.absolute() / f"{name}-model"
-            if not model.is_dir():
-                session.say(f"{name}: making the model")
-                make_model(workload, model)
-            for turn in rounds.turns(options.contenders):
-                figures = _measure(turn.contender, workload, model, options)
-                turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s a step")
-            rows = rounds.summarise()
-            title = (
-                f"{name}: {workload.description}, {workload.samples_per_step} completions a step"
-            )
-            session.report(title, _COLUMNS, rows, rounds.runs, lines=compare(name, rows, rounds))
+def run(options: GrpoOptions, session: BenchSession) -> None:
+    """Measure and print the figures that ``options`` asks for; `BenchError` if a process fails."""
+    for name in [options.workload] if options.workload != "all" else list(WORKLOADS):
+        workload = WORKLOADS[name]
+        model = options.work_dir.absolute() / f"{name}-model"
+        if not model.is_dir():
+            session.say(f"{name}: making the model")
+            make_model(workload, model)
+        rounds = session.start_rounds(name)
+        for turn in rounds.turns(options.contenders):
+            figures = _measure(turn.contender, workload, model, options)
+            turn.done(figures, "{step_s:.3f} s a step")
+        rows = rounds.summarise()
+        title = f"{name}: {workload.description}, {workload.samples_per_step} completions a step"
+        lines = [*compare(name, rows, rounds), _NOTE]
+        session.report(title, _COLUMNS, rows, rounds.runs, lines=lines)
 
 
 def _measure(contender: str, workload: Workload, model: Path, options: GrpoOptions) -> Figures:
@@ -173,8 +169,8 @@ def _measure(contender: str, workload: Workload, model: Path, options: GrpoOptio
         work=f"gcore_bench.grpo:{'run_trl' if contender == 'trl' else 'run_gcore'}",
         part=workload.name,
         contender=name,
-        folder=str(model.parent),
-        options={"words": words},
+        folder=model.parent,
+        options=words,
         threads=options.threads,
     )
     steps, sizes = run_child(spec, environment=variables)
@@ -186,13 +182,17 @@ def _measure(contender: str, workload: Workload, model: Path, options: GrpoOptio
     return figures
 
 
-def run_gcore(spec: Spec) -> list[Step]:
-    """Run `gcore-llm train` in this process; return the figures of every step."""
-    from gcore_llm.cli import parse_train
-    from gcore_llm.training import train
-    from gcore_runs import Display, read_jsonl
+def run_gcore(spec: Spec) -> list[Figures]:
+    """Run `gcore-llm train` in this process, and return the figures of every step.
 
-    ends_s = [(time.perf_counter(), time.process_time())]
+    They are ``step_s``; ``cpu_s`` of all threads; ``gen_s``: generation, including tokenizing, detokenizing, rewards
+    and the transfer of new weights to the engine; ``train_s``: forward, backward and optimizer.
+    """
+    from rich.console import Console
+
+    from gcore_runs import Display
+
+    ends_s = [_read_clocks()]
 
     class TimedDisplay(Display):
         """Notes the clock's and the processor's seconds at the end of each step."""
@@ -200,42 +200,36 @@ def run_gcore(spec: Spec) -> list[Step]:
         def show_progress(
             self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step"
         ) -> None:
-            ends_s.append((time.perf_counter(), time.process_time()))
+            ends_s.append(_read_clocks())
             super().show_progress(step, cells, unit=unit)
 
-    config = parse_train(spec.options["words"])
-    # A run of this name would be resumed.
-    shutil.rmtree(Path(spec.folder) / "runs" / spec.contender, ignore_errors=True)
-    with TimedDisplay(Console(quiet=True)) as display:
-        run = train(config, display)
-    rows = [row for row in read_jsonl(run.run / "metrics.jsonl") if "timing_s/step" in row]
-    steps: list[Step] = []
-    for row, before_s, after_s in zip(rows, ends_s, ends_s[1:], strict=False):
-        step_s = after_s[0] - before_s[0]
-        steps.append(read_step(row, step_s=step_s, cpu_s=after_s[1] - before_s[1]))
+    rows = train_here(spec.options, display=TimedDisplay(Console(quiet=True)))
+    return add_seconds([read_step(row) for row in rows], ends_s)
+
+
+def _read_clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def add_seconds(steps: list[Figures], ends_s: Sequence[tuple[float, float]]) -> list[Figures]:
+    """Return the steps with their seconds, from the clocks' at the ends of steps; training is what is left of them."""
+    for step, (step_s, cpu_s) in zip(steps, np.diff(ends_s, axis=0).tolist(), strict=False):
+        step |= {"step_s": step_s, "cpu_s": cpu_s}
+        step.setdefault("train_s", step_s - step["gen_s"])
     return steps
 
 
-def read_step(row: Mapping[str, float], *, step_s: float, cpu_s: float) -> Step:
-    """Return the figures of a step of gcore from its metrics, and the seconds since the end of the step before."""
-    gen_s = row["timing_s/gen"] + row.get("timing_s/reward", 0.0) + row["timing_s/sync"]
+def read_step(row: Mapping[str, float]) -> Figures:
+    """Return the figures of a step of gcore from its metrics."""
     return {
-        "step_s": step_s,
-        "cpu_s": cpu_s,
-        "gen_s": gen_s,
+        "gen_s": row["timing_s/gen"] + row.get("timing_s/reward", 0.0) + row["timing_s/sync"],
         "train_s": row["timing_s/train"],
-        "score": row["critic/score/mean"],
-        "mean_length": row["response_length/mean"],
     }
 
 
-def summarise_steps(steps: Sequence[Step], samples_per_step: int) -> Figures:
-    """Return medians of seconds, and means of lengths and scores."""
-    figures: Figures = {}
-    for metric in ("step_s", "cpu_s", "gen_s", "train_s"):
-        figures[metric] = median(step[metric] for step in steps)
-    for metric in ("mean_length", "score"):
-        figures[metric] = fmean(step[metric] for step in steps)
+def summarise_steps(steps: Sequence[Figures], samples_per_step: int) -> Figures:
+    """Return medians of seconds."""
+    figures = {metric: median(step[metric] for step in steps) for metric in steps[0]}
     figures["samples_per_s"] = samples_per_step / figures["step_s"]
     return figures
 
@@ -243,47 +237,36 @@ def summarise_steps(steps: Sequence[Step], samples_per_step: int) -> Figures:
 def compare(workload: str, rows: Mapping[str, Row], rounds: Rounds) -> list[str]:
     """Return the ratios of gcore's contenders to TRL, with the aim."""
     lines: list[str] = []
-    if "trl" not in rows:
-        return lines
     for contender in rows:
-        if contender == "trl":
+        speed = paired_ratio(rounds.runs, "trl", contender, "step_s")
+        cpu = paired_ratio(rounds.runs, "trl", contender, "cpu_s")
+        if contender == "trl" or speed is None or cpu is None:
             continue
-        speed = paired_ratio(rounds.runs, "trl", contender, "step_s") or 0.0
-        cpu = paired_ratio(rounds.runs, "trl", contender, "cpu_s") or 0.0
         line = f"{contender} / trl: {speed:.2f}x the speed, {cpu:.2f}x by CPU seconds"
         if contender == "gcore" and workload == "short":
-            line += f" (aim: at least {_AIM_SPEED:g}x, {verdict(speed >= _AIM_SPEED)})"
+            line += f" (aim: at least 3.3x, {verdict(speed >= 3.3)})"
         lines.append(line)
     return lines
 
 
+_OPTIONS = """
+--recipe=own_data --device=cpu --task.name=chain_sum --task.params.min_terms=2 --task.params.max_terms=2
+--task.params.min_digits=1 --task.params.max_digits=1 --task.num-train=4096 --task.num-val=32
+--data.train-batch-size={workload.train_batch_size} --data.max-prompt-length=4
+--data.max-response-length={workload.max_response_length} --rollout.n={workload.n}
+--rollout.max-num-seqs={workload.samples_per_step} --algorithm.filter-groups=False --actor.optim.lr=1e-5
+--trainer.total-training-steps={num_steps} --trainer.save-freq={num_steps} --trainer.test-freq={num_steps}
+--trainer.tensorboard=False
+"""
+
+
 def list_options(workload: Workload, num_steps: int) -> list[str]:
-    """Return the options of `gcore-llm train` for a workload: plain GRPO, no dynamic sampling, one update a step."""
-    options = [
-        "--recipe=own_data",
-        "--device=cpu",
-        "--task.name=chain_sum",
-        "--task.params.min_terms=2",
-        "--task.params.max_terms=2",
-        "--task.params.min_digits=1",
-        "--task.params.max_digits=1",
-        "--task.num-train=4096",
-        # There are about two hundred such sums; those held out are not trained on.
-        "--task.num-val=32",
-        f"--data.train-batch-size={workload.train_batch_size}",
-        # Tokens are characters: 7+8=
-        "--data.max-prompt-length=4",
-        f"--data.max-response-length={workload.max_response_length}",
-        f"--rollout.n={workload.n}",
-        f"--rollout.max-num-seqs={workload.samples_per_step}",
-        "--algorithm.filter-groups=False",
-        # The rate is so low that response lengths stay the same throughout a run.
-        "--actor.optim.lr=1e-5",
-        f"--trainer.total-training-steps={num_steps}",
-        f"--trainer.save-freq={num_steps}",
-        f"--trainer.test-freq={num_steps}",
-        "--trainer.tensorboard=False",
-    ]
+    """Return the options of `gcore-llm train` for a workload: plain GRPO, no dynamic sampling, one update a step.
+
+    Of the about two hundred sums, those held out are not trained on. Tokens are characters: 7+8= has four. The rate is
+    so low that response lengths stay the same throughout a run.
+    """
+    options = _OPTIONS.format(workload=workload, num_steps=num_steps).split()
     if workload.reward:
         options.append(f"--reward={workload.reward}")
     return options
@@ -293,15 +276,21 @@ def make_model(workload: Workload, model: Path) -> None:
     """Make the model that the workload trains."""
     from gcore_runs import write_atomically
 
-    model.parent.mkdir(parents=True, exist_ok=True)
     if workload.name == "long":
+        model.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(model, _write_long_tailed)
         return
-    # gcore-llm's tiny model, fine-tuned until about four of ten sampled sums are correct.
-    name = "short-warm-up"
+    # Until about four of ten sampled sums are correct.
     options = ["--warmup.max-steps=400", "--warmup.target-accuracy=0.4", "--warmup.test-freq=10"]
-    options += list_options(workload, 1)
-    run_training("gcore_llm", options, name=name, folder=model.parent, environment={})
+    warm_up(model, [*options, *list_options(workload, 1)])
+
+
+def warm_up(model: Path, options: Sequence[str]) -> None:
+    """Make the tiny model of `gcore-llm train`, fine-tuned as a run with these options does before its first step."""
+    model.parent.mkdir(parents=True, exist_ok=True)
+    name = "warm-up"
+    words = [*options, "--trainer.total-training-steps=1"]
+    run_training("gcore_llm", words, name=name, folder=model.parent, environment={})
     run = model.parent / "runs" / name
     (run / "model").rename(model)
     shutil.rmtree(run)
@@ -320,7 +309,7 @@ def _write_long_tailed(folder: Path) -> None:
     from gcore_llm.tiny_model import make_tiny_model
     from gcore_runs import build_tokenizer
 
-    make_tiny_model(folder, seed=_MODEL_SEED)
+    make_tiny_model(folder, seed=0)
     tokenizer = build_tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     special = {tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id}
@@ -335,7 +324,7 @@ def _write_long_tailed(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def run_trl(spec: Spec) -> list[Step]:
+def run_trl(spec: Spec) -> list[Figures]:
     """Run TRL's GRPOTrainer as published, timed by overriding its methods; return the figures of every step."""
     import torch
     from datasets import Dataset
@@ -345,7 +334,6 @@ def run_trl(spec: Spec) -> list[Step]:
     from gcore_llm.cli import parse_train
     from gcore_llm.data.tasks import load_task
     from gcore_llm.sampling import reward_function
-    from gcore_rollout import Scored
     from gcore_runs import build_tokenizer, resolve
 
     class TimedTrainer(GRPOTrainer):
@@ -353,57 +341,35 @@ def run_trl(spec: Spec) -> list[Step]:
         """Seconds of all that precedes the forward passes: generation, rewards, advantages."""
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
-            start_s = time.perf_counter()
-            inputs: Any = super()._prepare_inputs(generation_batch)
-            self.gen_s += time.perf_counter() - start_s
+            with timed() as figures:
+                inputs: Any = super()._prepare_inputs(generation_batch)
+            self.gen_s += figures["wall_s"]
             return inputs
 
     class Callback(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self._start_step()
-
-        def _start_step(self) -> None:
-            trainer.gen_s = 0.0
-            self._start_s = time.perf_counter()
-            self._start_cpu_s = time.process_time()
+            ends_s.append(_read_clocks())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             """Called when the optimizer has stepped; the next step begins here."""
-            step_s = time.perf_counter() - self._start_s
-            step = {
-                "step_s": step_s,
-                "cpu_s": time.process_time() - self._start_cpu_s,
-                "gen_s": trainer.gen_s,
-                "train_s": step_s - trainer.gen_s,
-                "score": fmean(scores),
-                "mean_length": fmean(lengths),
-            }
-            steps.append(step)
-            scores.clear()
-            lengths.clear()
-            self._start_step()
+            ends_s.append(_read_clocks())
+            steps.append({"gen_s": trainer.gen_s})
+            trainer.gen_s = 0.0
 
     workload = WORKLOADS[spec.part]
-    config = resolve(parse_train(spec.options["words"]))
+    config = resolve(parse_train(spec.options))
     tokenizer = build_tokenizer(Path(config.model))
     prompts = load_task(config.task, config.data, tokenizer, seed=config.seed).train
     reward = reward_function(config)
-    steps: list[Step] = []
-    scores: list[float] = []
-    lengths: list[int] = []
+    ends_s: list[tuple[float, float]] = []
+    steps: list[Figures] = []
 
-    def score_all(
-        completions: list[str], completion_ids: list[list[int]], prompt_index: list[int], **_: Any
-    ) -> list[float | None]:
+    def score_all(completions: list[str], prompt_index: list[int], **_: Any) -> list[float | None]:
         values: list[float | None] = []
         for index, completion in zip(prompt_index, completions, strict=True):
             prompt = prompts[index]
-            value = cast("Any", reward(prompt.text, completion, prompt.row))
-            if isinstance(value, Scored):
-                value = value.score
-            values.append(float(value))
-            scores.append(float(value))
-        lengths.extend(len(ids) for ids in completion_ids)
+            value: Any = reward(prompt.text, completion, prompt.row)
+            values.append(float(getattr(value, "score", value)))
         return values
 
     policy: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
@@ -418,7 +384,7 @@ def run_trl(spec: Spec) -> list[Step]:
         )
         trainer.add_callback(Callback())
         trainer.train()
-    return steps
+    return add_seconds(steps, ends_s)
 
 
 def _trl_config(workload: Workload, config: "TrainConfig", scratch: str) -> Any:

@@ -7,8 +7,8 @@ Shapes: B samples, T tokens of the longest, P tokens of the longest prompt.
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,27 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
-import psutil
-from rich.console import Console
 
 from gcore_bench.harness.processes import (
     Spec,
+    cpu_seconds,
+    draw_length,
     make_model,
     run_processes,
-    seconds_of,
     start_server,
     stderr_to,
+    timed,
 )
 from gcore_bench.harness.report import (
     BenchError,
+    BenchOptions,
     BenchSession,
     Figures,
-    QuickOptions,
     Rounds,
     add_ratios,
-    plain,
 )
-from gcore_rollout import Engine, Request, SamplingParams, engine_kind
+from gcore_rollout import Engine, EngineProcess, Request, SamplingParams, engine_kind
 from gcore_runs import Count, NonNegative
 
 if TYPE_CHECKING:
@@ -59,9 +58,6 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_COMPILE_DISABLE": "1",
 }
-_KV_CACHE_BYTES = 1 << 30
-_MEDIAN_LENGTH = 48
-_WARMUP_TOKENS = 4
 _ROWS = 1024
 _WIDTH = 512
 _RANK = 16
@@ -76,7 +72,6 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "CPU over base": "cpu_s_ratio x",
         "tokens": "tokens ,.0f",
         "mean log-prob": "log_prob .4f",
-        "base": "base",
     },
     "sync": {
         "sent MB": "sent_bytes MB",
@@ -96,7 +91,7 @@ _NOTES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutOptions(QuickOptions):
+class RolloutOptions(BenchOptions):
     """Measure gcore-rollout against bare vLLM, transformers' own generate and a copy in memory."""
 
     parts: tuple[PartName, ...] = get_args(PartName)
@@ -131,17 +126,15 @@ class RolloutOptions(QuickOptions):
     }
 
 
-def run(options: RolloutOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
+def run(options: RolloutOptions, session: BenchSession) -> None:
+    """Measure and print the figures that ``options`` asks for.
 
     Raises:
         BenchError: a contender failed, or contenders did not do the same work.
     """
-    options = options.resize_if_quick()
-    notes = [_NOTES[part] for part in options.parts]
-    with BenchSession(options, console, notes=notes) as session, stderr_to(session.folder / "log"):
+    with stderr_to(session.folder / "log"):
         for part in options.parts:
-            rounds = Rounds(part, options.rounds, say=session.say)
+            rounds = session.start_rounds(part)
             if part == "generation":
                 measure_generation(options, session.folder, rounds)
             else:
@@ -149,11 +142,8 @@ def run(options: RolloutOptions, console: Console) -> None:
             rows = rounds.summarise()
             for name, row in rows.items():
                 base = base_of(name) if part == "generation" else MEMCPY
-                if base != name:
-                    row["base"] = base
-                    metrics = ("wall_s", "tokens_per_s", "cpu_s")
-                    add_ratios({name: row}, rounds.runs, base, *metrics)
-            session.report(part, _COLUMNS[part], rows, rounds.runs)
+                add_ratios({name: row}, rounds.runs, base, "wall_s", "tokens_per_s", "cpu_s")
+            session.report(part, _COLUMNS[part], rows, rounds.runs, lines=[_NOTES[part]])
 
 
 def base_of(contender: str) -> str:
@@ -165,16 +155,14 @@ def make_requests(options: RolloutOptions) -> list[Request]:
     """Make prompts with long-tailed lengths of samples, which all samples reach: there is no end-of-sequence token."""
     rng = np.random.default_rng(options.seed)
     requests: list[Request] = []
+    longest = options.max_prompt_length
     for number in range(options.prompts):
-        prompt_length = int(
-            rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1)
-        )
-        prompt = rng.integers(1, options.vocab_size, prompt_length)
-        length = round(_MEDIAN_LENGTH * float(np.exp(rng.normal())))
+        prompt = rng.integers(1, options.vocab_size, rng.integers(-(-longest // 3), longest + 1))
+        length = draw_length(rng, 48, options.max_response_length)
         request = Request(
             request_id=f"prompt-{number}",
             prompt_token_ids=tuple(prompt.tolist()),
-            sampling=SamplingParams(max_tokens=min(max(length, 1), options.max_response_length)),
+            sampling=SamplingParams(max_tokens=length),
             n=options.n,
             seed=options.seed + number,
         )
@@ -207,86 +195,63 @@ def measure_generation(options: RolloutOptions, folder: Path, rounds: Rounds) ->
         spec = Spec(
             work="gcore_bench.rollout:measure",
             contender=turn.contender,
-            folder=str(folder),
-            options=plain(options),
+            folder=folder,
+            options=options,
             threads=options.threads,
         )
-        figures = run_processes([spec])[turn.contender]
+        figures = run_processes([spec])
         if figures["tokens"] != expected:
             raise BenchError(
                 f"{turn.contender} made {figures['tokens']:.0f} tokens; the samples have {expected}"
             )
-        turn.done({turn.contender: figures}, f"{figures['tokens_per_s']:,.0f} tokens/s")
+        turn.done(figures, "{tokens_per_s:,.0f} tokens/s")
 
 
-def measure(spec: Spec) -> dict[str, Figures]:
+def measure(spec: Spec) -> Figures:
     """Return the figures of a contender, in its process."""
-    values: dict[str, Any] = spec.options
-    return {spec.contender: asyncio.run(_measure(spec, RolloutOptions(**values)))}
+    return asyncio.run(_measure(spec, spec.options))
 
 
 async def _measure(spec: Spec, options: RolloutOptions) -> Figures:
     """Load a contender, warm it up and measure it; for ``-process`` the CPU seconds are those of both processes."""
     name = spec.contender
-    model = Path(spec.folder) / "model"
+    model = spec.folder / "model"
     max_num_seqs = options.prompts * options.n
-    engine: Any = None
-    if name == "vllm":
-        generate = _make_vllm(model, max_num_seqs)
-    elif name == "transformers":
-        generate = _make_transformers(model)
-    else:
-        engine = await _start_engine(name, model, max_num_seqs, options.threads)
-        generate = partial(collect, engine)
-    try:
-        length = min(options.max_response_length, _WARMUP_TOKENS)
+    pids = [os.getpid()]
+    async with AsyncExitStack() as stack:
+        if name == "vllm":
+            generate = _make_vllm(model, max_num_seqs)
+        elif name == "transformers":
+            generate = _make_transformers(model)
+        else:
+            kind = engine_kind(name.split("-")[1])
+            load = kind.load().from_pretrained
+            factory = partial(load, model, max_num_seqs=max_num_seqs, eos_token_ids=[])
+            if name.endswith("-process"):
+                start: Any = EngineProcess.start
+                engine = await start(factory, num_threads=options.threads, preload=kind.preload)
+                pids.append(engine.pid)
+            else:
+                engine = factory()
+            stack.push_async_callback(engine.close)
+            generate = partial(collect, engine)
+        length = min(options.max_response_length, 4)
         await generate(make_requests(replace(options, max_response_length=length)))
-        pids = [os.getpid()]
-        if name.endswith("-process"):
-            pids.append(engine.pid)
         return await measure_generate(generate, make_requests(options), pids)
-    finally:
-        if engine is not None:
-            await engine.close()
-
-
-async def _start_engine(name: str, model: Path, max_num_seqs: int, threads: int) -> Any:
-    """Return an engine of gcore in this process or, for ``-process``, in one of its own."""
-    from gcore_rollout import EngineProcess
-
-    engine = engine_kind(name.split("-")[1])
-    factory = partial(
-        engine.load().from_pretrained, model, max_num_seqs=max_num_seqs, eos_token_ids=[]
-    )
-    if not name.endswith("-process"):
-        return factory()
-    start: Any = EngineProcess.start
-    return await start(factory, num_threads=threads, preload=engine.preload)
 
 
 async def measure_generate(
     generate: Generate, requests: Sequence[Request], pids: Sequence[int]
 ) -> Figures:
     """Generate, and return the figures by the names that tables use; CPU seconds are of the processes ``pids``."""
-    start_s = time.perf_counter()
-    start_cpu_s = _cpu_seconds(pids)
-    tokens, log_prob_sum = await generate(requests)
-    wall_s = time.perf_counter() - start_s
-    return {
-        "wall_s": wall_s,
-        "cpu_s": _cpu_seconds(pids) - start_cpu_s,
-        "tokens": float(tokens),
-        "tokens_per_s": tokens / wall_s,
-        "log_prob": log_prob_sum / tokens,
-    }
-
-
-def _cpu_seconds(pids: Sequence[int]) -> float:
-    seconds = 0.0
-    for pid in pids:
-        times = psutil.Process(pid).cpu_times()
-        seconds += times.user + times.system
-    return seconds
+    start_cpu_s = cpu_seconds(pids)
+    with timed() as figures:
+        tokens, log_prob_sum = await generate(requests)
+    figures["cpu_s"] = cpu_seconds(pids) - start_cpu_s
+    figures["tokens"] = float(tokens)
+    figures["tokens_per_s"] = tokens / figures["wall_s"]
+    figures["log_prob"] = log_prob_sum / tokens
+    return figures
 
 
 async def collect(engine: Engine, requests: Sequence[Request]) -> tuple[int, float]:
@@ -314,7 +279,7 @@ def _make_vllm(model: Path, max_num_seqs: int) -> Generate:
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        kv_cache_memory_bytes=None if torch.cuda.is_available() else _KV_CACHE_BYTES,
+        kv_cache_memory_bytes=None if torch.cuda.is_available() else 1 << 30,
         max_num_seqs=max_num_seqs,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
@@ -343,11 +308,12 @@ def _make_vllm(model: Path, max_num_seqs: int) -> Generate:
                 prompts.append(TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)))
                 sampling.append(params)
         outputs: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        return num_tokens, float(
-            sum(sum(completion.logprobs.logprobs) for completion in completions)
-        )
+        num_tokens = 0
+        log_prob_sum = 0.0
+        for output in outputs:
+            num_tokens += len(output.outputs[0].token_ids)
+            log_prob_sum += sum(output.outputs[0].logprobs.logprobs)
+        return num_tokens, log_prob_sum
 
     return generate
 
@@ -370,9 +336,8 @@ def _make_transformers(folder: Path) -> Generate:
             lengths.extend([request.sampling.max_tokens] * request.n)
         lengths_B = torch.tensor(lengths)
         input_ids_BP = pad_sequence(rows, batch_first=True, padding_side="left")
-        mask_BP = pad_sequence(
-            [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
-        )
+        # No prompt has the token 0.
+        mask_BP = input_ids_BP != 0
         num_prompt_tokens = input_ids_BP.shape[1]
 
         def has_ended(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -402,8 +367,8 @@ def _make_transformers(folder: Path) -> Generate:
     return generate
 
 
-def _copy(target: State, state: State) -> None:
-    for name, tensor in state.items():
+def _copy(target: State, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+    for name, tensor in weights:
         target[name].copy_(tensor)
 
 
@@ -421,8 +386,7 @@ class WeightSink:
         self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int
     ) -> None:
         """Copy the weights."""
-        for name, tensor in weights:
-            self.weights[name].copy_(tensor)
+        _copy(self.weights, weights)
         self.weight_version = version
 
 
@@ -435,6 +399,7 @@ async def measure_sync(options: RolloutOptions, rounds: Rounds) -> None:
         B_OF,
         AdapterWeights,
         FullWeights,
+        WeightDelta,
         make_delta,
         merge_adapters,
     )
@@ -448,46 +413,44 @@ async def measure_sync(options: RolloutOptions, rounds: Rounds) -> None:
     state = {f"layers.{number}.weight": draw(_ROWS, _WIDTH) for number in range(options.sync_mb)}
     sink = WeightSink(state)
     target = deepcopy(state)
-    size_bytes = sum(tensor.nbytes for tensor in state.values())
     for version, turn in enumerate(rounds.turns((MEMCPY, "full", *_DELTAS, "adapters")), start=1):
         name = turn.contender
-        if name == MEMCPY:
-            wall_s = seconds_of(partial(_copy, target, state))
-            figures = {"sent_bytes": float(size_bytes), "apply_s": wall_s, "wall_s": wall_s}
-            turn.done({name: figures}, f"{wall_s:.3f} s")
-            continue
         versions = {"base_version": sink.weight_version, "version": version}
         old = state
+        adapters: State = {}
         if name in _DELTAS:
             state = {key: _flip(tensor, _DELTAS[name], generator) for key, tensor in old.items()}
-        tensors: State = {}
-        if name == "adapters":
-            for key in state:
-                tensors[key.removesuffix(".weight") + A_OF] = draw(_RANK, _WIDTH)
-                tensors[key.removesuffix(".weight") + B_OF] = draw(_ROWS, _RANK)
-        start_s = time.perf_counter()
-        if name == "full":
-            update = FullWeights(version=version, tensors=state.items())
         elif name == "adapters":
-            update = AdapterWeights(scaling=2.0, tensors=tensors, **versions)
-        else:
-            update = make_delta(old, state.items(), **versions)
-        encoded_s = time.perf_counter()
-        await sink.mirror.apply(update)
-        end_s = time.perf_counter()
-        expected = (
-            dict(merge_adapters(state, update)) if isinstance(update, AdapterWeights) else state
-        )
+            for key in state:
+                adapters[key.removesuffix(".weight") + A_OF] = draw(_RANK, _WIDTH)
+                adapters[key.removesuffix(".weight") + B_OF] = draw(_ROWS, _RANK)
+        update: FullWeights | WeightDelta | AdapterWeights | None = None
+        with timed() as encode:
+            if name == "full":
+                update = FullWeights(version=version, tensors=state.items())
+            elif adapters:
+                update = AdapterWeights(scaling=2.0, tensors=adapters, **versions)
+            elif name in _DELTAS:
+                update = make_delta(old, state.items(), **versions)
+        with timed() as apply:
+            if update is None:
+                _copy(target, state.items())
+            else:
+                await sink.mirror.apply(update)
+        expected = state
+        if isinstance(update, AdapterWeights):
+            expected = dict(merge_adapters(state, update))
         for key, tensor in expected.items():
-            if not torch.equal(sink.weights[key], tensor):
+            if update is not None and not torch.equal(sink.weights[key], tensor):
                 raise BenchError(
                     f"sync: {name}: an engine has other weights than those that were sent"
                 )
-        sent_bytes = size_bytes if isinstance(update, FullWeights) else update.size_bytes
-        figures = {"sent_bytes": float(sent_bytes), "wall_s": end_s - start_s}
-        figures["encode_s"] = encoded_s - start_s
-        figures["apply_s"] = end_s - encoded_s
-        turn.done({name: figures}, f"{figures['wall_s']:.3f} s")
+        figures = {"encode_s": encode["wall_s"], "apply_s": apply["wall_s"]}
+        figures["wall_s"] = sum(figures.values())
+        figures["sent_bytes"] = options.sync_mb * 2.0**20
+        if isinstance(update, WeightDelta | AdapterWeights):
+            figures["sent_bytes"] = float(update.size_bytes)
+        turn.done(figures, "{wall_s:.3f} s")
 
 
 def _flip(tensor: "torch.Tensor", fraction: float, generator: "torch.Generator") -> "torch.Tensor":

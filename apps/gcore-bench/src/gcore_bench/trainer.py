@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
-from rich.console import Console
 
 from gcore_bench.harness.processes import (
     Spec,
+    draw_length,
     make_model,
     measure_work,
     run_processes,
@@ -25,13 +25,11 @@ from gcore_bench.harness.processes import (
 )
 from gcore_bench.harness.report import (
     BenchError,
+    BenchOptions,
     BenchSession,
     Figures,
-    QuickOptions,
-    Rounds,
-    Rows,
+    Row,
     add_ratios,
-    plain,
 )
 from gcore_placement import micro_batches
 from gcore_runs import Count, NonNegative, at_least
@@ -50,14 +48,8 @@ LOSS = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg_mode=
 _RESPONSES = 4
 """Responses to each prompt."""
 _MAX_PROMPT_LENGTH = 96
-_MEDIAN_LENGTH = 48
-"""Median length of responses, in tokens; lengths are lognormal with a sigma of 1."""
-_TRL_MICRO_BATCHES = 4
-_OFF_POLICY = 0.1
-"""Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 _TOLERANCE = 1e-4
 
-_BASE = "gcore-shared"
 _COLUMNS: dict[str, str] = {
     "step s": "step_s .3f",
     "over shared": "step_s_ratio x",
@@ -77,7 +69,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions(QuickOptions):
+class TrainerOptions(BenchOptions):
     """Measure gcore-trainer against TRL's and verl's trainer code, in turn, each in processes of its own."""
 
     contenders: tuple[StepContender, ...] = get_args(StepContender)
@@ -114,27 +106,25 @@ class TrainerOptions(QuickOptions):
         return max(2048, _MAX_PROMPT_LENGTH + _RESPONSES * self.max_response_length)
 
 
-def run(options: TrainerOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
+def run(options: TrainerOptions, session: BenchSession) -> None:
+    """Measure and print the figures that ``options`` asks for.
 
     Raises:
         BenchError: a contender failed, or contenders did not compute the same.
     """
-    options = options.resize_if_quick()
-    with BenchSession(options, console, notes=[_NOTE]) as session:
-        start_server(options.threads)
-        run_processes([_make_spec("setup", options, session.folder)])
-        rounds = Rounds("step", options.rounds, say=session.say)
-        for turn in rounds.turns(options.contenders):
-            figures = run_processes([_make_spec(turn.contender, options, session.folder)])
-            turn.done(figures, f"{figures[turn.contender]['step_s']:.2f} s")
-        rows = rounds.summarise()
-        check_agreement(rows)
-        add_ratios(rows, rounds.runs, _BASE, "step_s", "cpu_s")
-        session.report("one policy-gradient step", _COLUMNS, rows, rounds.runs)
+    start_server(options.threads)
+    run_processes([_make_spec("setup", options, session.folder)])
+    rounds = session.start_rounds("step")
+    for turn in rounds.turns(options.contenders):
+        figures = run_processes([_make_spec(turn.contender, options, session.folder)])
+        turn.done(figures, "{step_s:.2f} s")
+    rows = rounds.summarise()
+    check_agreement(rows)
+    add_ratios(rows, rounds.runs, "gcore-shared", "step_s", "cpu_s")
+    session.report("one policy-gradient step", _COLUMNS, rows, rounds.runs, lines=[_NOTE])
 
 
-def check_agreement(rows: Rows) -> None:
+def check_agreement(rows: Mapping[str, Row]) -> None:
     """Check that contenders computed the same loss and gradient norm from the same tokens.
 
     Raises:
@@ -154,8 +144,8 @@ def _make_spec(contender: str, options: TrainerOptions, folder: Path) -> Spec:
     return Spec(
         work="gcore_bench.trainer:measure",
         contender=contender,
-        folder=str(folder),
-        options=plain(options),
+        folder=folder,
+        options=options,
         threads=options.threads,
     )
 
@@ -169,10 +159,8 @@ def make_samples(options: TrainerOptions) -> list[Sample]:
         prompt = rng.integers(1, options.vocab_size, prompt_length)
         scores = rng.normal(size=_RESPONSES)
         for score in scores - scores.mean():
-            length = round(_MEDIAN_LENGTH * float(np.exp(rng.normal())))
-            response = rng.integers(
-                1, options.vocab_size, min(max(length, 1), options.max_response_length)
-            )
+            length = draw_length(rng, 48, options.max_response_length)
+            response = rng.integers(1, options.vocab_size, length)
             advantages = np.full(response.size, score, np.float32)
             samples.append(Sample(prompt_ids=prompt, response_ids=response, advantages=advantages))
     return samples
@@ -181,39 +169,30 @@ def make_samples(options: TrainerOptions) -> list[Sample]:
 def step_batches(
     options: TrainerOptions, samples: Sequence[Sample], contender: str
 ) -> list[list[int]]:
-    """Return the indices of samples in a contender's micro-batches.
+    """Return the samples of each of a contender's micro-batches.
 
-    TRL has equal counts, gcore-shared whole groups within the budget of tokens, the others single samples within it.
+    TRL has four of equal counts, gcore-shared whole groups within the budget of tokens, the others single samples.
     """
     if contender == "trl":
-        parts = np.array_split(np.arange(len(samples)), _TRL_MICRO_BATCHES)
-        return [part.tolist() for part in parts]
-    if contender != "gcore-shared":
-        lengths = [sample.prompt_ids.size + sample.response_ids.size for sample in samples]
-        return [part.tolist() for part in micro_batches(lengths, max_tokens=options.max_tokens)]
-    group_lengths: list[int] = []
-    for first in range(0, len(samples), _RESPONSES):
-        group = samples[first : first + _RESPONSES]
-        group_lengths.append(
-            group[0].prompt_ids.size + sum(sample.response_ids.size for sample in group)
-        )
+        return np.arange(len(samples)).reshape(4, -1).tolist()
+    size = _RESPONSES if contender == "gcore-shared" else 1
+    lengths: list[int] = []
+    for first in range(0, len(samples), size):
+        responses = [sample.response_ids.size for sample in samples[first : first + size]]
+        lengths.append(samples[first].prompt_ids.size + sum(responses))
     batches: list[list[int]] = []
-    for groups in micro_batches(group_lengths, max_tokens=options.max_tokens):
-        batch: list[int] = []
-        for group in groups.tolist():
-            batch.extend(range(group * _RESPONSES, (group + 1) * _RESPONSES))
-        batches.append(batch)
+    for groups in micro_batches(lengths, max_tokens=options.max_tokens):
+        indices = groups[:, None] * size + np.arange(size)
+        batches.append(indices.ravel().tolist())
     return batches
 
 
-def measure(spec: Spec) -> dict[str, Figures]:
+def measure(spec: Spec) -> Figures:
     """Return the figures of a contender, in its process; of the setup there are none."""
-    values: dict[str, Any] = spec.options
-    options = TrainerOptions(**values)
     if spec.contender == "setup":
-        set_up(Path(spec.folder), options)
+        set_up(spec.folder, spec.options)
         return {}
-    return _measure_step(spec, options)
+    return _measure_step(spec, spec.options)
 
 
 def set_up(folder: Path, options: TrainerOptions) -> None:
@@ -234,15 +213,16 @@ def set_up(folder: Path, options: TrainerOptions) -> None:
     samples = make_samples(options)
     (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
     rng = np.random.default_rng(options.seed)
-    for index, sample in enumerate(samples):
-        noisy = log_probs[index] + rng.normal(0.0, _OFF_POLICY, log_probs[index].shape)
-        samples[index] = replace(sample, old_log_probs=noisy.astype(np.float32))
+    for index, values in enumerate(log_probs):
+        # Imitates an older policy; some ratios are clipped.
+        noisy = values + rng.normal(0.0, 0.1, values.shape)
+        samples[index] = replace(samples[index], old_log_probs=noisy.astype(np.float32))
     (folder / "samples").write_bytes(pickle.dumps(samples))
 
 
-def _measure_step(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
+def _measure_step(spec: Spec, options: TrainerOptions) -> Figures:
     """Return seconds and memory of a step, and its result."""
-    folder = Path(spec.folder)
+    folder = spec.folder
     samples: list[Sample] = pickle.loads((folder / "samples").read_bytes())
     batches = step_batches(options, samples, spec.contender)
     if spec.contender == "trl":
@@ -252,26 +232,19 @@ def _measure_step(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
     else:
         stepper = GcoreStep(folder, share_prefix=spec.contender == "gcore-shared")
     # Enough to trigger the imports of a first step and to allocate moments, and so small that it frees no large blocks.
-    warmup = [
-        replace(_truncate(sample, 2), prompt_ids=sample.prompt_ids[:2]) for sample in samples[:2]
-    ]
+    warmup = [_truncate(sample) for sample in samples[:2]]
     stepper.step(warmup, [[0, 1]])
     results: list[Figures] = []
     times = measure_work(
         lambda: results.append(stepper.step(samples, batches)), times=options.steps
     )
-    return {spec.contender: times | results[0]}
+    return times | results[0]
 
 
-def _truncate(sample: Sample, length: int) -> Sample:
-    assert sample.advantages is not None
-    assert sample.old_log_probs is not None
-    return replace(
-        sample,
-        response_ids=sample.response_ids[:length],
-        advantages=sample.advantages[:length],
-        old_log_probs=sample.old_log_probs[:length],
-    )
+def _truncate(sample: Sample) -> Sample:
+    """Return a sample with two tokens of its prompt and of its response."""
+    names = ("prompt_ids", "response_ids", "advantages", "old_log_probs")
+    return replace(sample, **{name: getattr(sample, name)[:2] for name in names})
 
 
 class GcoreStep:

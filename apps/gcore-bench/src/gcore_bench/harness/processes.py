@@ -11,6 +11,7 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -19,18 +20,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import psutil
 
-from gcore_bench.harness.report import BenchError
+from gcore_bench.harness.report import BenchError, Figures
+
+if TYPE_CHECKING:
+    from gcore_runs import Display
 
 QUIET: dict[str, str] = {
     # Idle OpenMP threads spin by default, which slows down contenders at random when other work is on the cores.
@@ -44,23 +50,15 @@ QUIET: dict[str, str] = {
 }
 """Environment of every contender's process."""
 
-_TRAINING = [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen2.modeling_qwen2",
-    "gcore_trainer.torch.packed_model",
-    "gcore_trainer.trainer",
-]
+_TRAINING = (
+    "torch._dynamo torch.distributed.fsdp transformers.models.auto.modeling_auto "
+    "transformers.models.qwen2.modeling_qwen2 gcore_trainer.torch.packed_model gcore_trainer.trainer"
+)
 _POLL_S = 2.0
 """Reading the memory of thirty processes takes a tenth of a second of a core."""
 _FORKED_TIMEOUT_S = 3600
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_SMALLEST_BYTES = 1 << 16
-_LARGEST_BYTES = 1 << 25
 
-_Rows: TypeAlias = dict[str, dict[str, float]]
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,10 @@ class Spec:
     """Name of the module whose ``run(spec)`` does it, or ``module:function``."""
     part: str = ""
     contender: str
-    folder: str
+    folder: Path
     """Scratch folder, which the ranks of a contender share."""
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    options: Any = None
+    """What the work needs to know; it can be pickled."""
     rank: int = 0
     world_size: int = 1
     threads: int = 1
@@ -82,6 +81,11 @@ class Spec:
     def of_ranks(self) -> "list[Spec]":
         """Return the same work for each rank."""
         return [replace(self, rank=rank) for rank in range(self.world_size)]
+
+    @property
+    def result_file(self) -> Path:
+        """The file of the work's result; its log and its pickled spec are beside it."""
+        return self.folder / f"{self.contender}-{self.rank}.json"
 
 
 Sizes: TypeAlias = list[tuple[float, int]]
@@ -121,10 +125,8 @@ def joined_world(spec: Spec) -> Generator[None]:
     """Join the gloo group of all ranks of a contender, which meet in a file of their folder."""
     import torch.distributed as dist
 
-    store = Path(spec.folder) / "store"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=spec.rank, world_size=spec.world_size
-    )
+    method = f"file://{spec.folder}/store"
+    dist.init_process_group("gloo", init_method=method, rank=spec.rank, world_size=spec.world_size)
     try:
         yield
         dist.barrier()
@@ -183,52 +185,68 @@ def run_program(
 
 
 def run_child(
-    spec: Spec,
-    *,
-    environment: Mapping[str, str] | None = None,
-    poll_s: float = _POLL_S,
-    timeout_s: float = math.inf,
+    spec: Spec, *, environment: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[Any, Sizes]:
-    """Do a spec's work in a new interpreter; return its result, and its size over time.
+    """Do a spec's work in a new interpreter, with options of `run_program`; return its result, and its size over time.
 
     Its log is ``CONTENDER-RANK.log`` in the spec's folder.
 
     Raises:
         BenchError: it failed, or did not end within ``timeout_s``.
     """
-    output = _result_file(spec)
-    module = "gcore_bench.harness.processes"
-    command = [sys.executable, "-m", module, json.dumps(asdict(spec))]
+    file = spec.result_file.with_suffix(".spec")
+    file.write_bytes(pickle.dumps(spec))
     sizes = run_program(
-        command,
+        [sys.executable, "-m", "gcore_bench.harness.processes", str(file)],
         name=spec.contender,
         folder=Path.cwd(),
-        log=output.with_suffix(".log"),
-        environment={"OMP_NUM_THREADS": str(spec.threads)} | dict(environment or {}),
-        poll_s=poll_s,
-        timeout_s=timeout_s,
+        log=file.with_suffix(".log"),
+        environment={"OMP_NUM_THREADS": str(spec.threads), **(environment or {})},
+        **options,
     )
-    return json.loads(output.read_text()), sizes
+    return json.loads(spec.result_file.read_text()), sizes
 
 
 def run_training(
     app: str, options: Sequence[str], *, name: str, folder: Path, environment: Mapping[str, str]
-) -> tuple[list[dict[str, float]], int]:
+) -> list[dict[str, float]]:
     """Run ``APP train`` in a folder from its first step on, with its log in ``NAME.log``.
 
     Returns:
-        The metrics of each step, and the highest size of all of its processes, in bytes.
+        The metrics of each step.
     """
-    from gcore_runs import read_jsonl
-
     run = folder / "runs" / name
     shutil.rmtree(run, ignore_errors=True)
     command = [sys.executable, "-m", app, "train", "--name", name, *options]
-    sizes = run_program(
-        command, name=name, folder=folder, log=folder / f"{name}.log", environment=environment
-    )
-    steps = [row for row in read_jsonl(run / "metrics.jsonl") if "timing_s/step" in row]
-    return steps, highest_bytes(sizes)
+    log = folder / f"{name}.log"
+    run_program(command, name=name, folder=folder, log=log, environment=environment)
+    return read_steps(run)
+
+
+def train_here(words: Sequence[str], *, display: "Display | None" = None) -> list[dict[str, float]]:
+    """Run ``gcore-llm train`` with these options in this process, from its first step on.
+
+    Returns:
+        The metrics of each step.
+    """
+    from rich.console import Console
+
+    from gcore_llm.cli import parse_train
+    from gcore_llm.training import train
+    from gcore_runs import Display
+
+    config = parse_train(words)
+    # A run of this name would be resumed.
+    shutil.rmtree(Path(config.runs_dir) / config.name, ignore_errors=True)
+    with display or Display(Console(quiet=True)) as open_display:
+        return read_steps(train(config, open_display).run)
+
+
+def read_steps(run: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step of a run, without those of evaluations."""
+    from gcore_runs import read_jsonl
+
+    return [row for row in read_jsonl(run / "metrics.jsonl") if "timing_s/step" in row]
 
 
 def highest_bytes(sizes: Sizes) -> int:
@@ -236,26 +254,27 @@ def highest_bytes(sizes: Sizes) -> int:
     return max((size_bytes for _, size_bytes in sizes), default=0)
 
 
-def start_server(threads: int, *, preload: Sequence[str] = _TRAINING, **variables: str) -> None:
+def start_server(threads: int, *, preload: Sequence[str] = (), **variables: str) -> None:
     """Start the server that `run_processes` forks, with modules and environment variables; later calls do nothing."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload])
+    modules: list[str] = [*preload] or [*_TRAINING.split()]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with environment(OMP_NUM_THREADS=str(threads), **variables):
         forkserver.ensure_running()
 
 
-def run_processes(specs: Sequence[Spec]) -> _Rows:
-    """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
-    folder = Path(specs[0].folder)
+def run_processes(specs: Sequence[Spec]) -> Figures:
+    """Fork a process for each spec, one a rank, and return the highest of every figure over the ranks."""
+    folder = specs[0].folder
     # Those of a run before are no result of this one.
-    for stale in (folder / "store", folder / "failure", *map(_result_file, specs)):
+    for stale in (folder / "store", folder / "failure"):
         stale.unlink(missing_ok=True)
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_work_forked, args=(spec,)) for spec in specs]
     try:
         for process in processes:
             process.start()
-        running = processes
         # If one fails, the others would wait for it.
+        running = processes
         while running and not any(process.exitcode for process in processes):
             wait([process.sentinel for process in running])
             running = [process for process in processes if process.exitcode is None]
@@ -264,33 +283,18 @@ def run_processes(specs: Sequence[Spec]) -> _Rows:
             process.kill()
             process.join()
     if any(process.exitcode for process in processes):
-        failure = folder / "failure"
         reason = f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
-        if failure.exists():
-            reason = failure.read_text()
+        with suppress(FileNotFoundError):
+            reason = (folder / "failure").read_text()
         raise BenchError(f"{specs[0].contender} failed: {reason}")
-    ranks = [json.loads(_result_file(spec).read_text()) for spec in specs]
-    return merge_ranks(ranks)
-
-
-def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
-    """Return the highest of every figure over the ranks; ``total_cpu_s`` is the sum of their processors' seconds."""
-    rows: _Rows = {}
-    for row, figures in ranks[0].items():
-        rows[row] = {metric: max(rank[row][metric] for rank in ranks) for metric in figures}
-        if "cpu_s" in figures:
-            rows[row]["total_cpu_s"] = sum(rank[row]["cpu_s"] for rank in ranks)
-    return rows
-
-
-def _result_file(spec: Spec) -> Path:
-    return Path(spec.folder) / f"{spec.contender}-{spec.rank}.json"
+    ranks = [json.loads(spec.result_file.read_text()) for spec in specs]
+    return {metric: max(figures[metric] for figures in ranks) for metric in ranks[0]}
 
 
 def _work_forked(spec: Spec) -> None:
     """Do the work of a spec in a forked process, whose stdout and stderr go to a log, and which ends in time."""
     signal.alarm(_FORKED_TIMEOUT_S)
-    with _result_file(spec).with_suffix(".log").open("wb") as log:
+    with spec.result_file.with_suffix(".log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     _work(spec)
@@ -308,13 +312,12 @@ def _work(spec: Spec) -> None:
         result = getattr(import_module(module), function or "run")(spec)
     except Exception as error:
         traceback.print_exc()
-        words = f"{type(error).__name__}: {error}".split()
-        reason = " ".join(words)
-        (Path(spec.folder) / "failure").write_text(reason)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        (spec.folder / "failure").write_text(reason)
         print(reason, file=sys.stderr, flush=True)
         # Destructors of process groups would wait for ranks that are still at work.
         os._exit(1)
-    _result_file(spec).write_text(json.dumps(result))
+    spec.result_file.write_text(json.dumps(result))
 
 
 def _measure_size(pid: int, seen: set[psutil.Process]) -> int:
@@ -356,31 +359,34 @@ def measure_work(work: Callable[[], object], *, times: int) -> dict[str, float]:
         Medians of ``step_s`` and of ``cpu_s``, which is the sum over all threads; ``peak_bytes`` of one call, less the
         memory in use before it.
     """
-    _return_blocks_from(_SMALLEST_BYTES)
+    _return_blocks_from(1 << 16)
     settle()
     # The kernel's mark is reset; `getrusage` cannot be: it would count imports and the loading of weights.
     Path("/proc/self/clear_refs").write_text("5")
     before_bytes = status_bytes("VmRSS")
     work()
     peak_bytes = max(0, status_bytes("VmHWM") - before_bytes)
-    _return_blocks_from(_LARGEST_BYTES)
-    walls_s: list[float] = []
-    cpus_s: list[float] = []
+    _return_blocks_from(1 << 25)
+    runs: list[Figures] = []
     for _ in range(times):
-        start_s = time.perf_counter()
-        start_cpu_s = time.process_time()
-        work()
-        walls_s.append(time.perf_counter() - start_s)
-        cpus_s.append(time.process_time() - start_cpu_s)
-    return {"step_s": median(walls_s), "cpu_s": median(cpus_s), "peak_bytes": float(peak_bytes)}
+        with timed() as figures:
+            work()
+        runs.append(figures)
+    return {
+        "step_s": median(figures["wall_s"] for figures in runs),
+        "cpu_s": median(figures["cpu_s"] for figures in runs),
+        "peak_bytes": float(peak_bytes),
+    }
 
 
 def _return_blocks_from(size_bytes: int) -> None:
     """Let malloc return freed blocks of this size to the system at once, and keep smaller ones."""
     # With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
     libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, size_bytes)
-    libc.mallopt(_M_TRIM_THRESHOLD, 2 * size_bytes)
+    mmap_threshold = -3
+    trim_threshold = -1
+    libc.mallopt(mmap_threshold, size_bytes)
+    libc.mallopt(trim_threshold, 2 * size_bytes)
 
 
 def make_model(
@@ -421,12 +427,50 @@ def make_model(
     model.save_pretrained(folder)
 
 
+def copy_seconds(target: Array, source: Array, *, threads: int) -> float:
+    """Return the least wall time of three copies in memory by so many threads, each with an equal part."""
+    targets = np.array_split(target, threads)
+    sources = np.array_split(source, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return min(
+            seconds_of(lambda: list(pool.map(np.copyto, targets, sources))) for _ in range(3)
+        )
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """Return the wall time of one call."""
+    with timed() as figures:
+        work()
+    return figures["wall_s"]
+
+
+@contextmanager
+def timed() -> Generator[Figures]:
+    """Yield figures that have ``wall_s`` and ``cpu_s``, of all threads of this process, after the block."""
+    figures: Figures = {}
     start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
+    start_cpu_s = time.process_time()
+    yield figures
+    figures["wall_s"] = time.perf_counter() - start_s
+    figures["cpu_s"] = time.process_time() - start_cpu_s
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Return the processor time that processes have taken so far, without that of their children."""
+    seconds = 0.0
+    for pid in pids:
+        times = psutil.Process(pid).cpu_times()
+        seconds += times.user + times.system
+    return seconds
+
+
+def draw_length(
+    rng: np.random.Generator, median: float, longest: int, *, sigma: float = 1.0
+) -> int:
+    """Draw a lognormal length of at least one token, cut at the longest."""
+    length = round(median * float(np.exp(sigma * rng.normal())))
+    return min(max(length, 1), longest)
 
 
 if __name__ == "__main__":
-    _work(Spec(**json.loads(sys.argv[1])))
+    _work(pickle.loads(Path(sys.argv[1]).read_bytes()))

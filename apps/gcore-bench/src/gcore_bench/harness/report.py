@@ -5,7 +5,7 @@ import os
 import platform
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -22,21 +22,10 @@ from gcore_runs.settings.checks import EXISTING_FOLDER
 
 Figures = dict[str, float]
 """Figures by metric."""
-Rows = Mapping[str, Mapping[str, float]]
-"""Figures by row of a table."""
 Row = dict[str, Any]
 """Figures and names of a line of a table; None where there is no figure."""
 
-_LIBRARIES = (
-    "gcore-bench",
-    "torch",
-    "transformers",
-    "vllm",
-    "ray",
-    "trl",
-    "verl",
-    "diffusers",
-)
+_LIBRARIES = "gcore-bench torch transformers vllm ray trl verl diffusers"
 
 
 class BenchError(Exception):
@@ -62,23 +51,17 @@ class BenchOptions(Checked):
     """Number of rounds, in each of which everything is measured once, in turn."""
     json: OutputFile = None
     """File to write every figure to."""
+    quick: bool = False
+    """Measure everything once at tiny sizes, to see that it runs. The figures mean nothing."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1}
+    """Values of the options that ``quick`` replaces."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in fields(self):
             if getattr(self, option.name) == () and option.default:
                 raise BenchError(f"{option.name} is empty; expected at least one entry")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuickOptions(BenchOptions):
-    """Options of a bench that can run at sizes which take no time."""
-
-    quick: bool = False
-    """Measure everything once at tiny sizes, to see that it runs. The figures mean nothing."""
-
-    QUICK: ClassVar[Mapping[str, Any]] = {}
-    """Values of the options that ``quick`` replaces."""
 
     def resize_if_quick(self) -> Self:
         """Return the options with the sizes of ``quick`` if that was asked for."""
@@ -87,19 +70,31 @@ class QuickOptions(BenchOptions):
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One contender in one round."""
+@dataclass(kw_only=True)
+class Turn:
+    """One contender's turn in one round."""
 
     part: str
     contender: str
     round: int
-    load: float
-    """Load average of the machine over the minute before the run."""
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    """Load average of the machine over the minute before the turn."""
     rows: dict[str, Figures] = field(default_factory=dict[str, Figures])
     """Figures by row of the table; of several ranks the highest."""
     failure: str = ""
     """Why there are no figures."""
+    words: str = ""
+    """What is printed of the figures."""
+
+    def done(self, figures: Figures, words: str) -> None:
+        """Record the contender's figures; ``words`` are printed, with names of figures in braces."""
+        self.rows = {self.contender: figures}
+        self.words = words.format_map(figures)
+
+    def fail(self, reason: str) -> None:
+        """Record that the contender has no figures in this round."""
+        self.failure = reason
+        self.words = f"failed: {reason}"
 
 
 class Rounds:
@@ -109,13 +104,21 @@ class Rounds:
         self.part = part
         self.count = count
         self.say = say
-        self.runs: list[Run] = []
+        self.runs: list[Turn] = []
 
-    def turns(self, contenders: Collection[str]) -> "Iterator[Turn]":
-        """Yield every contender, in the same order in every round; a list may lose entries between rounds."""
+    def turns(self, contenders: Collection[str]) -> Iterator[Turn]:
+        """Yield every contender, in the same order in every round; a list may lose entries between rounds.
+
+        A turn is recorded and printed when the next one is asked for.
+        """
         for number in range(1, self.count + 1):
             for name in tuple(contenders):
-                yield Turn(self, name, number)
+                turn = Turn(part=self.part, contender=name, round=number)
+                yield turn
+                self.runs.append(turn)
+                self.say(
+                    f"{self.part}, round {number} of {self.count}: {name} {turn.words}, load {turn.load:.1f}"
+                )
 
     def summarise(self) -> dict[str, Row]:
         """Return medians over all rounds by row and metric; of every ``peak_bytes`` the highest."""
@@ -124,63 +127,32 @@ class Rounds:
             for row, figures in run.rows.items():
                 for metric, value in figures.items():
                     values[row][metric].append(value)
-        rows: dict[str, Row] = {}
+        rows: dict[str, Row] = defaultdict(dict)
         for row, metrics in values.items():
-            rows[row] = {metric: median(numbers) for metric, numbers in metrics.items()}
-            if "peak_bytes" in metrics:
-                rows[row]["peak_bytes"] = max(metrics["peak_bytes"])
-        return rows
+            for metric, numbers in metrics.items():
+                summarise = max if metric == "peak_bytes" else median
+                rows[row][metric] = summarise(numbers)
+        return dict(rows)
 
 
-class Turn:
-    """One contender's turn; its load is the machine's as the turn starts."""
-
-    def __init__(self, rounds: Rounds, contender: str, number: int) -> None:
-        self.contender = contender
-        self.round = number
-        self.load = os.getloadavg()[0]
-        self.where = f"{rounds.part}, round {number} of {rounds.count}: {contender}"
-        self._rounds = rounds
-
-    def done(self, rows: Mapping[str, Figures], words: str) -> None:
-        """Record the figures; ``words`` are printed with the contender's name."""
-        self._add(f"{words}, load {self.load:.1f}", rows=dict(rows))
-
-    def fail(self, reason: str) -> None:
-        """Record that the contender has no figures in this round."""
-        self._add(f"failed: {reason}", failure=reason)
-
-    def _add(self, words: str, **outcome: Any) -> None:
-        run = Run(
-            part=self._rounds.part,
-            contender=self.contender,
-            round=self.round,
-            load=self.load,
-            **outcome,
-        )
-        self._rounds.runs.append(run)
-        self._rounds.say(f"{self.where} {words}")
-
-
-def paired_ratio(runs: Sequence[Run], row: str, base: str, metric: str) -> float | None:
+def paired_ratio(runs: Sequence[Turn], row: str, base: str, metric: str) -> float | None:
     """Return the median over rounds of the row's figure over the base's; None where one was not measured."""
-    of_row: dict[int, float] = {}
-    of_base: dict[int, float] = {}
+    rounds: dict[int, dict[str, Figures]] = defaultdict(dict)
     for run in runs:
-        if metric in run.rows.get(row, {}):
-            of_row[run.round] = run.rows[row][metric]
-        if run.rows.get(base, {}).get(metric):
-            of_base[run.round] = run.rows[base][metric]
-    ratios = [value / of_base[number] for number, value in of_row.items() if number in of_base]
+        rounds[run.round] |= run.rows
+    ratios: list[float] = []
+    for rows in rounds.values():
+        of_base = rows.get(base, {}).get(metric)
+        if of_base and metric in rows.get(row, {}):
+            ratios.append(rows[row][metric] / of_base)
     return median(ratios) if ratios else None
 
 
-def add_ratios(rows: Mapping[str, Row], runs: Sequence[Run], base: str, *metrics: str) -> None:
+def add_ratios(rows: Mapping[str, Row], runs: Sequence[Turn], base: str, *metrics: str) -> None:
     """Add ``METRIC_ratio`` to every row but the base: the median over rounds of its figure over the base's."""
-    for name, row in rows.items():
+    for name in rows.keys() - {base}:
         for metric in metrics:
-            if name != base:
-                row[f"{metric}_ratio"] = paired_ratio(runs, name, base, metric)
+            rows[name][f"{metric}_ratio"] = paired_ratio(runs, name, base, metric)
 
 
 def figures_table(title: str, *columns: str) -> Table:
@@ -208,12 +180,25 @@ def format_figure(row: Mapping[str, Any], metric: str, form: str = "") -> str:
         return f"{value / 2**20:,.0f}"
     if form == "x":
         return f"{value:.2f}x"
-    if form != "s":
-        return format(value, form)
     ratio = row.get(f"{metric}_ratio")
-    if ratio is None:
-        return f"{value:.3f}"
-    return f"{value:.3f} ({ratio:.2f}x)"
+    if form == "s" and ratio is not None:
+        return f"{value:.3f} ({ratio:.2f}x)"
+    return format(value, ".3f" if form == "s" else form)
+
+
+def format_range(values: Sequence[float], form: str) -> str:
+    """Format the mean of the values, and their range unless all are printed alike.
+
+    Example:
+        >>> format_range([1.0, 2.0], ".1f")
+        '1.5 (1.0 to 2.0)'
+    """
+    low = format(min(values), form)
+    mean = format(fmean(values), form)
+    high = format(max(values), form)
+    if low == high:
+        return mean
+    return f"{mean} ({low} to {high})"
 
 
 def verdict(is_met: bool) -> str:
@@ -229,18 +214,16 @@ def verdict_on_all(missed: Sequence[str]) -> str:
 
 
 class BenchSession:
-    """Prints what a bench reports and, when it ends without an error, its notes; then writes the figures.
+    """Prints what a bench reports, and writes its figures when it ends without an error.
 
     Args:
         options: of the bench; a dataclass with ``json``.
         console: where tables and lines go.
-        notes: printed at the end: what a reader must know to judge the figures.
     """
 
-    def __init__(self, options: Any, console: Console, *, notes: Iterable[str] = ()) -> None:
+    def __init__(self, options: Any, console: Console) -> None:
         self._options = options
         self._console = console
-        self._notes = notes
         self._parts: list[Row] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="gcore-bench-")
         self.folder = Path(self._scratch.name)
@@ -251,11 +234,7 @@ class BenchSession:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._scratch.cleanup()
-        if error_type is not None:
-            return
-        for note in self._notes:
-            self.say(note)
-        if self._options.json is not None:
+        if error_type is None and self._options.json is not None:
             content = {
                 "options": plain(self._options),
                 "machine": _machine_facts(),
@@ -266,6 +245,10 @@ class BenchSession:
     def say(self, line: str) -> None:
         """Print a line as it is."""
         self._console.print(line, markup=False, soft_wrap=True)
+
+    def start_rounds(self, part: str) -> Rounds:
+        """Return the rounds of a part of the bench, as many as the options say."""
+        return Rounds(part, self._options.rounds, say=self.say)
 
     def add(
         self, name: str, *, tables: Sequence[Table] = (), lines: Sequence[str] = (), **figures: Any
@@ -282,9 +265,10 @@ class BenchSession:
         title: str,
         columns: Mapping[str, str],
         rows: Mapping[str, Row],
-        runs: Sequence[Run],
+        runs: Sequence[Turn],
         *,
         lines: Sequence[str] = (),
+        statistic: str = "medians",
     ) -> None:
         """Print a table of a part's rows, and the lines below it; keep the rows and the runs for the file.
 
@@ -292,34 +276,29 @@ class BenchSession:
             title: above the table.
             columns: metrics by title, each with its form behind a space (see `format_figure`).
             rows: figures by the first column of the table.
-            runs: what the rows are medians of.
+            runs: what the rows are computed from.
             lines: printed below the table.
+            statistic: what the figures of the rows are.
         """
         table = figures_table(title, *columns)
         for name, row in rows.items():
             cells = [format_figure(row, *column.split()) for column in columns.values()]
             table.add_row(name, *cells)
-        rounds = max(run.round for run in runs)
         load = fmean(run.load for run in runs)
-        table.caption = f"medians of {rounds} rounds; load of the machine {load:.1f}"
+        table.caption = f"{statistic} of {runs[-1].round} rounds; load of the machine {load:.1f}"
         self.add(runs[0].part, tables=[table], lines=lines, rows=rows, lines_below=lines, runs=runs)
 
 
 def plain(options: Any) -> dict[str, Any]:
     """Return options as JSON has them; files and folders among them are left out."""
-    values: dict[str, Any] = {}
-    for name, value in asdict(options).items():
-        if isinstance(value, tuple):
-            values[name] = [*value]
-        elif not isinstance(value, Path):
-            values[name] = value
-    return values
+    values = asdict(options)
+    return {name: value for name, value in values.items() if not isinstance(value, Path)}
 
 
 def _machine_facts() -> dict[str, Any]:
     """Return the machine's cores and memory, and the versions of the libraries that contenders use."""
     versions: dict[str, str] = {}
-    for library in _LIBRARIES:
+    for library in _LIBRARIES.split():
         with suppress(PackageNotFoundError):
             versions[library] = version(library)
     return {

@@ -6,8 +6,6 @@ dynamic placement in simulated time.
 
 from dataclasses import asdict
 
-from rich.console import Console
-
 from gcore_bench.harness.report import BenchSession
 from gcore_bench.placement import balancer, live, planner, study
 from gcore_bench.placement.options import PlacementOptions
@@ -21,13 +19,11 @@ PARTS = {
     "live": live.run,
     "study": study.run,
 }
-"""Map each part's name to the function that runs it: from the options, and a function that prints a line, to tables."""
+"""Map each part's name to the function that runs it: from the options and the session to tables."""
 
 
-def run(options: PlacementOptions, console: Console) -> None:
-    """Run the parts of ``options``, print their tables with the aims that they meet, and write the file of results."""
-    options = options.resize_if_quick()
-    with BenchSession(options, console) as session:
-        for part in options.parts:
-            for table in PARTS[part](options, session.say):
-                session.add(part, tables=[render_table(table)], lines=table.aims, **asdict(table))
+def run(options: PlacementOptions, session: BenchSession) -> None:
+    """Run the parts of ``options``, and print their tables with the aims that they meet."""
+    for part in options.parts:
+        for table in PARTS[part](options, session):
+            session.add(part, tables=[render_table(table)], lines=table.aims, **asdict(table))

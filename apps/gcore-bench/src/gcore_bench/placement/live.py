@@ -3,8 +3,10 @@
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gcore_bench.harness.processes import run_training
-from gcore_bench.harness.report import BenchError, Row, verdict
+from gcore_bench.harness.report import BenchError, BenchSession, Row, verdict
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.tables import FigureTable
+from gcore_bench.placement.tables import FigureTable, format_cell
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 from gcore_runs import write_jsonl
@@ -40,7 +42,6 @@ class LiveSizes:
 
 FULL = LiveSizes(num_devices=4, phase_steps=5, batch=8, step_s=0.032, train_s=0.008, swap_s=1.0)
 QUICK = LiveSizes(num_devices=3, phase_steps=1, batch=4, step_s=0.001, train_s=0.0001, swap_s=0.02)
-QUICK_RUNS = ("split", "dynamic")
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then 3/4 again."""
 
@@ -54,7 +55,7 @@ device = "cpu"
 [data]
 train_files = ["prompts.jsonl"]
 val_size = 1
-train_batch_size = {batch}
+train_batch_size = {sizes.batch}
 max_prompt_length = 64
 max_response_length = 72
 
@@ -92,10 +93,11 @@ from functools import partial
 from pathlib import Path
 from gcore_bench.placement.paced_engine import PacedEngine, compute_paced_loss, get_phase_tokens
 
-judge = partial(PacedEngine.load, step_s={step_s}, swap_s={swap_s})
-policy = partial(judge, most_tokens=partial(get_phase_tokens, Path("{metrics}"), {phase_steps}, {phase_tokens}))
-loss = partial(compute_paced_loss, {train_s})
+judge = partial(PacedEngine.load, step_s={sizes.step_s}, swap_s={sizes.swap_s})
+policy = partial(judge, most_tokens=partial(get_phase_tokens, Path("{metrics}"), {sizes.phase_steps}, {phase_tokens}))
+loss = partial(compute_paced_loss, {sizes.train_s})
 """
+_PROGRESS = "live: {run}: {step_s:.1f} s a step, idle {idle_percent:.1f} %, load {load:.1f}"
 _MOVE = re.compile(r"(\d+) engines? moved from the (\w+)[\w ]* to the \w+")
 _COMPARED = (
     "sampling/waves",
@@ -117,21 +119,18 @@ COLUMNS = {
     "moves": "{moves}",
     "train %": "{training_percent:.1f}",
     "idle %": "{idle_percent:.1f}",
-    "long tail %": "{long_tail:.1f}",
-    "waiting for generation %": "{waiting_for_generation:.1f}",
-    "for reward %": "{waiting_for_reward:.1f}",
-    "for weights %": "{waiting_for_weights:.1f}",
     "swap %": "{swap:.1f}",
 }
 
 
-def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
+def run(options: PlacementOptions, session: BenchSession) -> list[FigureTable]:
     """Make all runs, one after the other, and compare their time and their idle devices.
 
     Raises:
         BenchError: a run had other samples, scores or gradients than the first one: a request was lost, or came twice.
     """
     sizes = QUICK if options.quick else FULL
+    # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
     _make_model(folder / "model", seed=options.seed)
@@ -139,13 +138,12 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     rows: list[Row] = []
     expected: list[dict[str, Any]] = []
     for name, placement in list_runs(sizes.num_devices).items():
-        if options.quick and name.split()[0] not in QUICK_RUNS:
+        if options.quick and not name.startswith(("split", "dynamic")):
             continue
         load = os.getloadavg()[0]
         run_folder = folder / "runs" / f"run-{len(rows)}"
-        log = folder / f"run-{len(rows)}.log"
         config = write_config(folder, run_folder, sizes, seed=options.seed)
-        steps, _ = run_training(
+        steps = run_training(
             "gcore_llm",
             ["--config", str(config), *placement],
             name=run_folder.name,
@@ -157,11 +155,10 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
             raise BenchError(
                 f"{name} had other samples or training than {rows[0]['run']} (see {run_folder})"
             )
+        log = folder / f"{run_folder.name}.log"
         row = {"run": name, "load": load, **read_figures(run_folder, log, sizes)}
         rows.append(row)
-        say(
-            f"live: {name}: {row['step_s']:.1f} s a step, idle {row['idle_percent']:.1f} %, load {load:.1f}"
-        )
+        session.say(format_cell(_PROGRESS, row))
     title = "real runs on Ray; shares of the time of all devices"
     return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
 
@@ -176,29 +173,25 @@ def list_runs(num_devices: int) -> dict[str, list[str]]:
     half = num_devices // 2
     policy = (num_devices - half + 1) // 2
     judge = num_devices - half - policy
-    even = num_devices // 2
+    split = [*_list_options("split", policy, judge, half), "--rollout.colocated=False"]
     runs = {
-        f"split {policy} + {judge} + {half}": _list_options(
-            "split", policy, judge, half, is_colocated=False
-        ),
+        f"split {policy} + {judge} + {half}": split,
         "colocated": _list_options("colocated", num_devices, num_devices, num_devices),
     }
     for count in range(1, num_devices):
         rest = num_devices - count
         runs[f"static {count} + {rest}"] = _list_options("split", count, rest, num_devices)
-    runs["dynamic"] = _list_options("dynamic", even, num_devices - even, num_devices)
+    runs["dynamic"] = _list_options("dynamic", half, num_devices - half, num_devices)
     return runs
 
 
-def _list_options(
-    strategy: str, policy: int, judge: int, ranks: int, *, is_colocated: bool = True
-) -> list[str]:
+def _list_options(strategy: str, policy: int, judge: int, ranks: int) -> list[str]:
     return [
+        "--rollout.colocated=True",
         f"--placement.strategy={strategy}",
         f"--rollout.num-processes={policy}",
         f"--reward-model.judge.num-processes={judge}",
         f"--trainer.num-processes={ranks}",
-        f"--rollout.colocated={is_colocated}",
     ]
 
 
@@ -215,46 +208,37 @@ def _make_model(path: Path, *, seed: int) -> None:
 
 def write_config(folder: Path, run_folder: Path, sizes: LiveSizes, *, seed: int) -> Path:
     """Write the settings of a run and the module of its engines; return the file of the settings."""
-    engine = folder / f"engine_{run_folder.name.replace('-', '_')}.py"
-    engine.write_text(
-        _ENGINE.format(
-            step_s=sizes.step_s,
-            swap_s=sizes.swap_s,
-            train_s=sizes.train_s,
-            metrics=run_folder / "metrics.jsonl",
-            phase_steps=sizes.phase_steps,
-            phase_tokens=PHASE_TOKENS,
-        )
-    )
+    values: dict[str, Any] = {
+        "sizes": sizes,
+        "seed": seed,
+        "model": folder / "model",
+        "engine": folder / f"engine_{run_folder.name.replace('-', '_')}.py",
+        "metrics": run_folder / "metrics.jsonl",
+        "phase_tokens": PHASE_TOKENS,
+        "num_steps": sizes.phase_steps * len(PHASE_TOKENS),
+    }
+    values["engine"].write_text(_ENGINE.format(**values))
     config = folder / f"{run_folder.name}.toml"
-    config.write_text(
-        _CONFIG.format(
-            model=folder / "model",
-            engine=engine,
-            seed=seed,
-            batch=sizes.batch,
-            num_steps=sizes.phase_steps * len(PHASE_TOKENS),
-        )
-    )
+    config.write_text(_CONFIG.format(**values))
     return config
 
 
 def read_figures(run_folder: Path, log: Path, sizes: LiveSizes) -> Row:
     """Return the seconds of a run, moves included, the engines that moved, and shares of all devices' time."""
     steps = read_spans(run_folder)
-    phases: list[float] = []
+    phases: list[str] = []
     for first in range(0, len(steps), sizes.phase_steps):
-        phase = steps[first : first + sizes.phase_steps]
-        phases.append((phase[-1].stop_ns - phase[0].start_ns) / 1e9)
-    seconds = (steps[-1].stop_ns - steps[0].start_ns) / 1e9
-    moved = {"policy": 0, "judge": 0}
+        phase_s = _seconds_of(steps[first : first + sizes.phase_steps])
+        phases.append(f"{phase_s:.0f}")
+    moved = Counter[str]()
     for count, source in _MOVE.findall(log.read_text(errors="replace")):
         moved[source] += int(count)
     ledger = Ledger.of(steps)
+    seconds = _seconds_of(steps)
     return {
         "seconds": seconds,
         "step_s": seconds / len(steps),
-        "phases": ", ".join(f"{phase_s:.0f}" for phase_s in phases),
+        "phases": ", ".join(phases),
         "moved_to_judge": moved["policy"],
         "moved_to_policy": moved["judge"],
         "moves": f"{moved['policy']} + {moved['judge']}",
@@ -262,6 +246,10 @@ def read_figures(run_folder: Path, log: Path, sizes: LiveSizes) -> Row:
         "idle_percent": 100 * ledger.idle_share(),
         **{cause: 100 * ledger.share(cause) for cause in CAUSES},
     }
+
+
+def _seconds_of(steps: Sequence[Any]) -> float:
+    return (steps[-1].stop_ns - steps[0].start_ns) / 1e9
 
 
 def are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> bool:
@@ -277,27 +265,22 @@ def are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str
 
 def check_aims(rows: Sequence[Row]) -> list[str]:
     """Compare the dynamic run with the least idle one of each other kind, and with the fastest."""
-    dynamic = rows[-1]
-    others = rows[:-1]
-    least_idle: dict[str, Row] = {}
-    for row in others:
-        strategy = row["run"].split()[0]
-        if strategy not in least_idle or row["idle_percent"] < least_idle[strategy]["idle_percent"]:
-            least_idle[strategy] = row
+    *others, dynamic = rows
     moves = min(dynamic["moved_to_judge"], dynamic["moved_to_policy"])
     lines = [
         f"aim: dynamic moves an engine each way ({verdict(moves > 0)}), and no request is lost (met: every step has "
         "the samples, scores and gradients of all runs)"
     ]
-    for strategy, row in least_idle.items():
+    least_idle: dict[str, Row] = {}
+    for row in sorted(others, key=itemgetter("idle_percent")):
+        least_idle.setdefault(row["run"].split()[0], row)
+    for strategy, row in sorted(least_idle.items()):
         is_met = dynamic["idle_percent"] < row["idle_percent"]
-        lines.append(
-            f"aim: dynamic idles less than {strategy}: {dynamic['idle_percent']:.1f}% to {row['idle_percent']:.1f}% "
-            f"({row['run']}; {verdict(is_met)})"
-        )
-    fastest = min(others, key=lambda row: row["seconds"])
+        idle = "{:.1f}% to {idle_percent:.1f}% ({run}; ".format(dynamic["idle_percent"], **row)
+        lines.append(f"aim: dynamic idles less than {strategy}: {idle}{verdict(is_met)})")
+    fastest = min(others, key=itemgetter("seconds"))
     ratio = fastest["seconds"] / dynamic["seconds"]
-    return [
-        *lines,
-        f"the run takes {ratio:.2f} times as long with the best of the others ({fastest['run']})",
-    ]
+    lines.append(
+        f"the run takes {ratio:.2f} times as long with the best of the others ({fastest['run']})"
+    )
+    return lines

@@ -1,17 +1,16 @@
 """Options of `gcore-bench placement`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from gcore_bench.harness.report import QuickOptions
+from gcore_bench.harness.report import BenchOptions
 from gcore_runs import NonNegative
 
 PartName = Literal["balancer", "planner", "oracles", "live", "study"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementOptions(QuickOptions):
+class PlacementOptions(BenchOptions):
     """Measure gcore-placement: how evenly and quickly it divides sequences, and how well its planner predicts."""
 
     parts: tuple[PartName, ...] = ("balancer", "planner", "oracles", "live")
@@ -21,5 +20,3 @@ class PlacementOptions(QuickOptions):
     gcore-placement's docs."""
     seed: NonNegative = 0
     """Seed of the lengths of sequences and of the weights of models."""
-
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1}

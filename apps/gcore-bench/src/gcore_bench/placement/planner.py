@@ -1,15 +1,18 @@
 """The part planner: small runs on this machine, laws fitted to some of them, and predictions of the others."""
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
-from gcore_bench.harness.report import Rounds, Row, verdict_on_all
+from gcore_bench.harness.report import BenchSession, Figures, Row, verdict_on_all
 from gcore_bench.placement.fitting import Constants, fit_constants
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, make_small_runs
@@ -29,10 +32,7 @@ CPU = Device(
 )
 """Round numbers above what a core reaches: the fitted constants are shares of them."""
 
-STEPS = 3
-"""Steps of each run in a round."""
-AIM_SECONDS = 0.20
-AIM_BYTES = 0.15
+AIMS = (("step time", "error_s", 0.20), ("peak memory", "error_mb", 0.15))
 """Largest errors of predicted seconds and peak memory, as shares of the measurements."""
 
 COLUMNS = {
@@ -46,38 +46,29 @@ COLUMNS = {
 
 _ENGINE = ["decode", "prefill", "memory", "decode_step_s", "decode_sequence_s"]
 _UPPER_BOUNDS: Constants = dict.fromkeys(
-    ("training", "attention", "decode", "prefill", "memory", "links"), 1.0
+    ["training", "attention", "decode", "prefill", "memory", "links"], 1.0
 )
 """These constants are shares of the device's rates."""
 
-Law: TypeAlias = Callable[[SmallRun, Efficiency], float]
-Figures: TypeAlias = Mapping[str, float]
-"""Measured numbers by name."""
 Laws: TypeAlias = dict[int, Efficiency]
 """Efficiencies by the number of training ranks."""
 
 
-def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
+def run(options: PlacementOptions, session: BenchSession) -> list[FigureTable]:
     """Measure each run in every round, fit the laws to some, and predict all; seconds are medians of the rounds."""
     runs = {run.name: run for run in make_small_runs(seed=options.seed, quick=options.quick)}
-    rounds = Rounds("planner", options.rounds, say=say)
+    rounds = session.start_rounds("planner")
     start_server(1)
     for turn in rounds.turns(runs):
-        figures = _measure(runs[turn.contender], times=1 if options.quick else STEPS)
-        turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s")
+        figures = _measure(runs[turn.contender], times=1 if options.quick else 3)
+        turn.done(figures, "{step_s:.3f} s")
     measured = rounds.summarise()
     laws = fit_laws([run for run in runs.values() if not run.is_held_out], measured)
     for ranks, law in laws.items():
-        say(f"planner: constants with {ranks} training ranks: {law}")
-    rows: list[Row] = []
-    for run in runs.values():
-        row = compare_run(run, laws, measured[run.name])
-        rows.append(row)
-    return [
-        FigureTable(
-            title="small runs, predicted", columns=COLUMNS, rows=rows, aims=check_aims(rows)
-        )
-    ]
+        session.say(f"planner: constants with {ranks} training ranks: {law}")
+    rows = [compare_run(run, laws, measured[name]) for name, run in runs.items()]
+    title = "small runs, predicted"
+    return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
 
 
 def _measure(run: SmallRun, *, times: int) -> dict[str, float]:
@@ -85,30 +76,28 @@ def _measure(run: SmallRun, *, times: int) -> dict[str, float]:
         spec = Spec(
             work="gcore_bench.placement.small_run_work",
             contender=run.stage,
-            folder=folder,
-            options={"run": run, "steps": times},
+            folder=Path(folder),
+            options=(run, times),
             world_size=run.ranks,
         )
-        return run_processes(spec.of_ranks())[run.stage]
+        return run_processes(spec.of_ranks())
 
 
 def compare_run(run: SmallRun, laws: Laws, figures: Figures) -> Row:
     """Return the row of a run: what was measured, and what is predicted."""
     law = laws.get(run.ranks, laws[1])
-    seconds = predict_seconds(run, law)
     row: Row = {
         "name": run.name,
         "stage": run.stage,
         "held_out": "yes" if run.is_held_out else "",
         "measured_s": figures["step_s"],
-        "predicted_s": seconds,
-        "error_s": seconds / figures["step_s"] - 1,
+        "predicted_s": predict_seconds(run, law),
     }
+    row["error_s"] = row["predicted_s"] / row["measured_s"] - 1
     if run.stage == "training":
-        peak = predict_bytes(run, law)
         row["measured_mb"] = figures["process_bytes"] / 1e6
-        row["predicted_mb"] = peak / 1e6
-        row["error_mb"] = peak / figures["process_bytes"] - 1
+        row["predicted_mb"] = predict_bytes(run, law) / 1e6
+        row["error_mb"] = row["predicted_mb"] / row["measured_mb"] - 1
     return row
 
 
@@ -116,11 +105,11 @@ def predict_seconds(run: SmallRun, efficiency: Efficiency) -> float:
     """Predict the seconds of the stages that the run has, by `predict_step`."""
     job = run.job
     cluster = Cluster(num_devices=run.ranks, device=CPU)
-    num_seqs = min(run.max_num_seqs, job.train_batch_size * job.n)
+    num_seqs = float(min(run.max_num_seqs, job.train_batch_size * job.n))
     roofline = EngineRoofline(
         model=job.policy, cluster=cluster, tp=1, compute_bytes=4, efficiency=efficiency
     )
-    engine = roofline.laws(np.array([float(num_seqs)])).costs(0)
+    engine = roofline.laws(np.array([num_seqs])).costs(0)
     training = training_laws(job, _make_layouts(run), cluster=cluster, efficiency=efficiency)
     costs = JobCosts(
         policy=engine, reward=None, training=training.costs(0, sync_s=0.0, moving_s=0.0)
@@ -133,11 +122,8 @@ def predict_seconds(run: SmallRun, efficiency: Efficiency) -> float:
         policy_devices=run.ranks,
         reward_devices=0,
     )
-    if run.stage == "training":
-        return step.training_s
-    if run.stage == "generation":
-        return step.generation_s
-    return step.total_s
+    seconds = {"training": step.training_s, "generation": step.generation_s}
+    return seconds.get(run.stage, step.total_s)
 
 
 def predict_bytes(run: SmallRun, efficiency: Efficiency) -> float:
@@ -159,46 +145,42 @@ def _make_layouts(run: SmallRun) -> TrainingLayouts:
     return TrainingLayouts(layout)
 
 
-def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Figures]) -> Laws:
+def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Row]) -> Laws:
     """Fit `Efficiency`, as docs/how-to/plan-a-run.md describes, and return it by the number of training ranks.
 
     Generation gives the engine's constants and the memory's rate, the peaks of all training runs give the activations,
     and training in one process its rates; the runs of two ranks have rates of their own.
     """
-    generation: list[SmallRun] = []
-    training: list[SmallRun] = []
-    by_ranks: dict[int, list[SmallRun]] = {}
+    by_kind: dict[tuple[str, int], list[SmallRun]] = defaultdict(list)
     for run in runs:
-        if run.stage == "generation":
-            generation.append(run)
-        elif run.stage == "training":
-            training.append(run)
-            by_ranks.setdefault(run.ranks, []).append(run)
-    seconds = {name: figures["step_s"] for name, figures in measured.items()}
-    peaks = {run.name: measured[run.name]["process_bytes"] for run in training}
-    alone = _fit(generation, _ENGINE, Efficiency(overlap=0.0), predict_seconds, seconds)
-    alone = _fit(training, ["activations"], alone, predict_bytes, peaks)
-    alone = _fit(
-        by_ranks.pop(1), ["training", "micro_batch_s", "attention"], alone, predict_seconds, seconds
-    )
-    laws = {1: alone}
-    for ranks, several in sorted(by_ranks.items()):
-        laws[ranks] = _fit(
-            several, ["training", "micro_batch_s", "links"], alone, predict_seconds, seconds
-        )
+        by_kind[run.stage, run.ranks].append(run)
+    training = [run for run in runs if run.stage == "training"]
+    fit = partial(_fit, measured=measured)
+    alone = fit(by_kind["generation", 1], _ENGINE, Efficiency(overlap=0.0))
+    alone = fit(training, ["activations"], alone, law=predict_bytes, metric="process_bytes")
+    alone_rates = ["training", "micro_batch_s", "attention"]
+    laws = {1: fit(by_kind["training", 1], alone_rates, alone)}
+    for ranks in {run.ranks for run in training} - {1}:
+        shared_rates = ["training", "micro_batch_s", "links"]
+        laws[ranks] = fit(by_kind["training", ranks], shared_rates, laws[1])
     return laws
 
 
 def _fit(
-    runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law: Law, measured: Figures
+    runs: Sequence[SmallRun],
+    names: Sequence[str],
+    start: Efficiency,
+    *,
+    measured: Mapping[str, Row],
+    law: Callable[[SmallRun, Efficiency], float] = predict_seconds,
+    metric: str = "step_s",
 ) -> Efficiency:
     """Return the efficiency with these constants fitted to the measurements."""
-    expected = np.array([measured[run.name] for run in runs])
+    expected = np.array([measured[run.name][metric] for run in runs])
 
     def compute_residuals(constants: Constants) -> NDArray[np.float64]:
         efficiency = replace(start, **constants)
-        predicted = [law(run, efficiency) for run in runs]
-        return np.log(predicted / expected)
+        return np.log([law(run, efficiency) for run in runs] / expected)
 
     first: Constants = {name: float(getattr(start, name)) for name in names}
     return replace(start, **fit_constants(first, compute_residuals, _UPPER_BOUNDS))
@@ -207,22 +189,12 @@ def _fit(
 def check_aims(rows: Sequence[Row]) -> list[str]:
     """Compare the errors of the held-out runs with the aims."""
     held_out = [row for row in rows if row["held_out"]]
-    return [
-        _check_aim("step time", held_out, "error_s", AIM_SECONDS),
-        _check_aim("peak memory", held_out, "error_mb", AIM_BYTES),
-    ]
-
-
-def _check_aim(what: str, rows: Sequence[Row], metric: str, aim: float) -> str:
-    errors: list[float] = []
-    worse: list[str] = []
-    for row in rows:
-        if metric in row:
-            error = row[metric]
-            errors.append(error)
-            if abs(error) > aim:
-                worse.append(f"{row['name']} {error:+.1%}")
-    span = f"{min(errors):+.1%} to {max(errors):+.1%}"
-    return (
-        f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict_on_all(worse)})"
-    )
+    lines: list[str] = []
+    for quantity, metric, aim in AIMS:
+        errors = {row["name"]: row[metric] for row in held_out if metric in row}
+        worse = [f"{name} {error:+.1%}" for name, error in errors.items() if abs(error) > aim]
+        span = f"{min(errors.values()):+.1%} to {max(errors.values()):+.1%}"
+        lines.append(
+            f"aim: predicted {quantity} of held-out runs within {aim:.0%}: {span} ({verdict_on_all(worse)})"
+        )
+    return lines

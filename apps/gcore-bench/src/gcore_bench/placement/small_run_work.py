@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,16 +11,25 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gcore_bench.harness.processes import Spec, joined_world, measure_work, settle, status_bytes
+from gcore_bench.harness.processes import (
+    Spec,
+    joined_world,
+    measure_work,
+    settle,
+    status_bytes,
+    train_here,
+)
 from gcore_bench.placement.small_runs import SmallRun
+from gcore_bench.rollout import collect
+from gcore_bench.trainer import LOSS, OPTIMIZER
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
 from gcore_rollout.engines.hf.decoding import ATTENTION_NAME
+from gcore_runs import write_jsonl
 from gcore_trainer import (
-    OptimizerConfig,
     PackedModel,
     ParallelConfig,
-    PolicyLossConfig,
     PolicyObjective,
     Sample,
     TorchParallel,
@@ -27,27 +37,31 @@ from gcore_trainer import (
 )
 from gcore_trainer.torch import packed_model as packed_attention
 
-OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
-LOSS = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg_mode="token-mean")
-
+_OPTIONS = """
+--recipe=own_data --device=cpu --runs-dir=FOLDER/runs --model=FOLDER/step-model --reward=FOLDER/reward.py:score
+--data.train-files=FOLDER/prompts.jsonl --data.val-size=0 --data.train-batch-size={prompts}
+--data.max-prompt-length={prompt_length} --data.max-response-length={response_length}
+--rollout.n={n} --rollout.max-num-seqs={run.max_num_seqs} --algorithm.filter-groups=False
+--actor.optim.lr={optim.lr} --actor.optim.grad-clip={optim.grad_clip} --actor.ppo-max-token-len={run.max_tokens}
+--trainer.total-training-steps={steps} --trainer.save-freq={steps} --trainer.tensorboard=False
+"""
 _REWARD = "def score(prompt, completion, row):\n    return float(len(completion) % 3)\n"
 
 
-def run(spec: Spec) -> dict[str, dict[str, float]]:
+def run(spec: Spec) -> dict[str, float]:
     """Measure the seconds of the run, and the peak bytes of a training process."""
-    run = spec.options["run"]
-    times = spec.options["steps"]
+    run, times = spec.options
     torch.manual_seed(0)
     if run.stage == "generation":
         figures = {"step_s": measure_generation(run, times)}
     elif run.stage == "step":
-        figures = {"step_s": measure_whole_step(run, Path(spec.folder), times)}
+        figures = {"step_s": measure_whole_step(run, spec.folder, times)}
     elif spec.world_size == 1:
         figures = measure_training(run, 0, times, None)
     else:
         with joined_world(spec):
             figures = measure_training(run, spec.rank, times, TorchParallel.join(ParallelConfig()))
-    return {spec.contender: figures}
+    return figures
 
 
 def measure_training(
@@ -57,9 +71,9 @@ def measure_training(
     batches = _make_batches(run, rank)
     # A step of a tiny model first: buffers of the libraries are not counted.
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
     sample = _make_sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
-    tiny = _make_trainer({**run.config, **sizes, **heads}, run, parallel)
+    tiny = _make_trainer({**run.config, **sizes}, run, parallel)
     tiny.train_step([[sample]])
     del tiny
     settle()
@@ -102,11 +116,9 @@ def _make_batches(run: SmallRun, rank: int) -> list[list[Sample]]:
     parts = micro_batches(tokens, max_tokens=run.max_tokens, costs=costs, num_multiple=run.ranks)
     of_ranks = balance([costs[part].sum() for part in parts], run.ranks, equal_count=True)
     batches: list[list[Sample]] = []
-    for part in of_ranks[rank].tolist():
-        batch: list[Sample] = []
-        for group in parts[part].tolist():
-            batch += groups[group]
-        batches.append(batch)
+    for part in of_ranks[rank]:
+        batch = chain.from_iterable(groups[group] for group in parts[part])
+        batches.append(list(batch))
     return batches
 
 
@@ -125,80 +137,43 @@ def measure_generation(run: SmallRun, times: int) -> float:
     engine = HFEngine(model, eos_token_ids=[], max_num_seqs=run.max_num_seqs)
     rng = np.random.default_rng(0)
     requests: list[Request] = []
-    for number, (length, responses) in enumerate(zip(run.prompts, run.responses, strict=True)):
+    for number, responses in enumerate(run.responses):
+        prompt = rng.integers(2, run.config["vocab_size"], run.prompts[number])
         request = Request(
             request_id=str(number),
-            prompt_token_ids=tuple(rng.integers(2, run.config["vocab_size"], length).tolist()),
+            prompt_token_ids=tuple(prompt.tolist()),
             sampling=SamplingParams(max_tokens=responses[0]),
             n=len(responses),
             seed=number,
         )
         requests.append(request)
-
-    async def generate() -> None:
-        async for _ in engine.generate(requests):
-            pass
-
     with asyncio.Runner() as runner:
-        seconds = measure_work(lambda: runner.run(generate()), times=times)["step_s"]
+        figures = measure_work(lambda: runner.run(collect(engine, requests)), times=times)
         runner.run(engine.close())
-    return seconds
+    return figures["step_s"]
 
 
 def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
     """Return the median seconds of a step of `gcore-llm train`, without the first, which touches new memory."""
-    from gcore_llm import (
-        ActorConfig,
-        ActorOptimConfig,
-        AlgorithmConfig,
-        DataConfig,
-        RolloutConfig,
-        TrainConfig,
-        TrainerConfig,
-        train,
-    )
-    from gcore_llm.tiny_model import tiny_tokenizer
-    from gcore_runs import read_jsonl, write_jsonl
-
     model = folder / "step-model"
-    prompts = folder / "prompts.jsonl"
-    reward = folder / "reward.py"
     _make_model(run.config, "sdpa").save_pretrained(model)
     # One character is one token.
     tiny_tokenizer().save_pretrained(model)
     rng = np.random.default_rng(0)
     rows: list[dict[str, str]] = []
-    for _ in range(times + 1):
-        for size in run.prompts:
-            letters = rng.choice(list("abcdefgh"), size)
-            rows.append({"prompt": "".join(letters)})
-    write_jsonl(prompts, rows)
-    reward.write_text(_REWARD)
-    config = TrainConfig(
-        runs_dir=str(folder / "runs"),
-        model=str(model),
-        reward=f"{reward}:score",
-        threads=torch.get_num_threads(),
-        device="cpu",
-        data=DataConfig(
-            train_files=(str(prompts),),
-            val_size=0,
-            train_batch_size=len(run.prompts),
-            max_prompt_length=max(run.prompts),
-            max_response_length=run.responses[0][0],
-        ),
-        rollout=RolloutConfig(n=len(run.responses[0]), max_num_seqs=run.max_num_seqs),
-        algorithm=AlgorithmConfig(filter_groups=False),
-        actor=ActorConfig(
-            optim=ActorOptimConfig(lr=OPTIMIZER.lr, grad_clip=OPTIMIZER.grad_clip),
-            loss=LOSS,
-            ppo_max_token_len=run.max_tokens,
-        ),
-        trainer=TrainerConfig(
-            total_training_steps=times + 1, save_freq=times + 1, tensorboard=False
-        ),
+    for size in np.tile(run.prompts, times + 1):
+        letters = rng.choice(list("abcdefgh"), size)
+        rows.append({"prompt": "".join(letters)})
+    write_jsonl(folder / "prompts.jsonl", rows)
+    (folder / "reward.py").write_text(_REWARD)
+    options = _OPTIONS.format(
+        prompts=len(run.prompts),
+        prompt_length=max(run.prompts),
+        response_length=run.responses[0][0],
+        n=len(run.responses[0]),
+        run=run,
+        optim=OPTIMIZER,
+        steps=times + 1,
     )
-    metrics = read_jsonl(train(config).run / "metrics.jsonl")
-    return median(
-        row["timing_s/step"] for row in metrics if row["step"] > 1 and "timing_s/step" in row
-    )
+    options = [option.replace("FOLDER", str(folder)) for option in options.split()]
+    return median(row["timing_s/step"] for row in train_here(options)[1:])

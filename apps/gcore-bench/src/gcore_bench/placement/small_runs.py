@@ -5,13 +5,13 @@ ranks, generation runs use `HFEngine`, and "step" is a whole step of `gcore-llm 
 batches, lengths and limits that no fitted run has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
+from scipy.special import ndtri
 
 from gcore_bench.placement.tables import read_rows
 from gcore_placement import Job, Lengths, ModelShape
@@ -27,9 +27,9 @@ class SmallRun:
     """Predicted by laws that are fitted to other runs."""
     config: Mapping[str, Any]
     """The model's `config.json`."""
-    prompts: tuple[int, ...]
+    prompts: Sequence[int]
     """Tokens of each prompt."""
-    responses: tuple[tuple[int, ...], ...]
+    responses: Sequence[Sequence[int]]
     """Tokens of each response to each prompt; responses to one prompt are equally long if they are generated."""
     ranks: int
     """FSDP ranks in training."""
@@ -64,21 +64,18 @@ def _make_run(row: Mapping[str, Any], rng: np.random.Generator) -> SmallRun:
     num_prompts = row["prompts"]
     longest_prompt = row["longest_prompt"]
     prompts = rng.integers(longest_prompt * 3 // 4, longest_prompt + 1, num_prompts)
-    responses: list[tuple[int, ...]] = []
+    responses: list[list[int]] = []
     if row["stage"] == "training":
-        for _ in range(num_prompts):
-            lengths = _draw_lengths(row, row["n"], rng)
-            responses.append(tuple(lengths))
+        responses += [_draw_lengths(row, row["n"], rng) for _ in range(num_prompts)]
     else:
-        lengths = _draw_lengths(row, num_prompts, rng)
-        responses += [(length,) * row["n"] for length in lengths]
+        responses += [[length] * row["n"] for length in _draw_lengths(row, num_prompts, rng)]
     return SmallRun(
         name=row["name"],
         stage=row["stage"],
         is_held_out=row["is_held_out"],
         config=_make_config(row),
-        prompts=tuple(prompts.tolist()),
-        responses=tuple(responses),
+        prompts=prompts.tolist(),
+        responses=responses,
         ranks=row["ranks"],
         max_tokens=row["max_tokens"],
         gradient_checkpointing=row["gradient_checkpointing"],
@@ -88,13 +85,9 @@ def _make_run(row: Mapping[str, Any], rng: np.random.Generator) -> SmallRun:
 
 def _draw_lengths(row: Mapping[str, Any], count: int, rng: np.random.Generator) -> list[int]:
     """Return the quantiles of a lognormal law, cut at the longest and shuffled, so that every batch has its tail."""
-    normal = NormalDist()
-    lengths: list[float] = []
-    for k in range(count):
-        deviation = row["sigma"] * normal.inv_cdf((k + 0.5) / count)
-        lengths.append(row["median"] * np.exp(deviation))
-    rounded = np.clip(np.rint(lengths), 1, row["longest"]).astype(int)
-    return rng.permutation(rounded).tolist()
+    quantiles = ndtri((np.arange(count) + 0.5) / count)
+    lengths = np.rint(row["median"] * np.exp(row["sigma"] * quantiles))
+    return rng.permutation(lengths.clip(1, row["longest"]).astype(int)).tolist()
 
 
 def _make_config(row: Mapping[str, Any]) -> dict[str, Any]:

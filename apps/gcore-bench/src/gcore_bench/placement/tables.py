@@ -1,13 +1,12 @@
 """A table of figures: its rows, the format of its cells, and the aims that the figures meet or miss."""
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from pyarrow import csv
 from rich.table import Table
 
 from gcore_bench.harness.report import Row, figures_table
@@ -36,11 +35,7 @@ class FigureTable:
 
 def format_rows(table: FigureTable) -> list[list[str]]:
     """Return the cells of each row as text, "-" where the row lacks a figure."""
-    lines: list[list[str]] = []
-    for row in table.rows:
-        cells = [format_cell(template, row) for template in table.columns.values()]
-        lines.append(cells)
-    return lines
+    return [[format_cell(form, row) for form in table.columns.values()] for row in table.rows]
 
 
 def format_cell(template: str, row: Row) -> str:
@@ -53,45 +48,22 @@ def format_cell(template: str, row: Row) -> str:
 
 def render_table(table: FigureTable) -> Table:
     """Return the table as rich prints it; the first column has no title."""
-    titles = list(table.columns)
-    rendered = figures_table(table.title, *titles[1:])
+    rendered = figures_table(table.title, *list(table.columns)[1:])
     for cells in format_rows(table):
         rendered.add_row(*cells)
     return rendered
 
 
-def format_range(values: Sequence[float], form: str) -> str:
-    """Format the mean of the values, and their range unless all are printed alike.
-
-    Example:
-        >>> format_range([1.0, 2.0], ".1f")
-        '1.5 (1.0 to 2.0)'
-    """
-    low = format(min(values), form)
-    mean = format(fmean(values), form)
-    high = format(max(values), form)
-    if low == high:
-        return mean
-    return f"{mean} ({low} to {high})"
-
-
 def read_rows(name: str) -> list[dict[str, Any]]:
     """Read a CSV file of this package; numbers and booleans have their type, and empty cells are left out."""
+    options = csv.ConvertOptions(strings_can_be_null=True)
     rows: list[dict[str, Any]] = []
-    with (_DATA / name).open(newline="") as file:
-        for line in csv.DictReader(file):
-            row = {column: _parse_cell(text) for column, text in line.items() if text}
-            rows.append(row)
+    for row in csv.read_csv(_DATA / name, convert_options=options).to_pylist():
+        cells = {column: value for column, value in row.items() if value is not None}
+        rows.append(cells)
     return rows
 
 
 def read_json(name: str) -> dict[str, Any]:
     """Read a JSON file of this package."""
     return json.loads((_DATA / name).read_text())
-
-
-def _parse_cell(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

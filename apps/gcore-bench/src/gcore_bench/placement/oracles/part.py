@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
-from gcore_bench.harness.report import Row, verdict_on_all
+from gcore_bench.harness.report import BenchSession, Row, verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.oracles.prediction import (
     Fit,
     fit_study,
-    get_constants,
     list_constants,
     predict_stages,
     predict_sync_s,
@@ -51,40 +51,30 @@ LENDING_COLUMNS = {
 }
 
 
-def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
+def run(_: PlacementOptions, session: BenchSession) -> list[FigureTable]:
     """Predict each published step twice, by the laws as they are and as fitted, and predict syncs and lending."""
-    del options
-    rows = predict_steps(say)
+    rows = predict_steps(session.say)
+    title = "published steps, predicted"
+    syncs = "weight syncs of verl, predicted"
+    lending = "time that verl saves by lending, predicted without losses"
     return [
-        FigureTable(
-            title="published steps, predicted",
-            columns=STEP_COLUMNS,
-            rows=rows,
-            aims=check_aims(rows),
-        ),
-        FigureTable(
-            title="weight syncs of verl, predicted", columns=SYNC_COLUMNS, rows=predict_syncs()
-        ),
-        FigureTable(
-            title="time that verl saves by lending, predicted without losses",
-            columns=LENDING_COLUMNS,
-            rows=predict_savings(),
-        ),
+        FigureTable(title=title, columns=STEP_COLUMNS, rows=rows, aims=check_aims(rows)),
+        FigureTable(title=syncs, columns=SYNC_COLUMNS, rows=predict_syncs()),
+        FigureTable(title=lending, columns=LENDING_COLUMNS, rows=predict_savings()),
     ]
 
 
 def predict_steps(say: Callable[[str], object]) -> list[Row]:
     """Fit the constants of each study, and return a row for each measured stage and step."""
     rows: list[Row] = []
-    start = Fit(efficiency=Efficiency())
+    start = Fit()
     fits: dict[tuple[str, str], Fit] = {}
-    for study, group in groupby(read_steps(), key=lambda step: step.study):
+    for study, group in groupby(read_steps(), key=attrgetter("study")):
         steps = list(group)
         program = (steps[0].program, steps[0].device)
         fit = fit_study(steps, fits.get(program, start))
         fits[program] = fit
-        constants = get_constants(fit)
-        values = [f"{name} {constants[name]:.3g}" for name in list_constants(steps)]
+        values = [f"{name} {getattr(fit, name):.3g}" for name in list_constants(steps)]
         say(f"{study}: {', '.join(values) or 'nothing is fitted'}")
         # Lengths that no report has cannot be left as they are.
         as_is = replace(start, response_tokens=fit.response_tokens, sigma=fit.sigma)
@@ -92,34 +82,30 @@ def predict_steps(say: Callable[[str], object]) -> list[Row]:
             as_is_s = predict_stages(step, as_is)
             predicted_s = predict_stages(step, fit)
             for stage, seconds in step.measured_s.items():
-                rows.append(
-                    {
-                        "study": study,
-                        "release": step.release,
-                        "name": step.name,
-                        "stage": stage,
-                        "fitted": "yes" if step.fits else "",
-                        "measured_s": seconds,
-                        "as_is_s": as_is_s[stage],
-                        "as_is_error": as_is_s[stage] / seconds - 1,
-                        "predicted_s": predicted_s[stage],
-                        "error": predicted_s[stage] / seconds - 1,
-                    }
-                )
+                row: Row = {
+                    "study": study,
+                    "release": step.release,
+                    "name": step.name,
+                    "stage": stage,
+                    "fitted": "yes" if step.fits else "",
+                    "measured_s": seconds,
+                    "as_is_s": as_is_s[stage],
+                    "as_is_error": as_is_s[stage] / seconds - 1,
+                    "predicted_s": predicted_s[stage],
+                    "error": predicted_s[stage] / seconds - 1,
+                }
+                rows.append(row)
     return rows
 
 
 def check_aims(rows: Sequence[Row]) -> list[str]:
     """Count the held-out steps that are predicted within the aim, and name the others."""
     steps = [row for row in rows if row["stage"] == "step" and not row["fitted"]]
-    worse: list[str] = []
-    for row in steps:
-        error = row["error"]
-        if abs(error) > AIM:
-            worse.append(f"{row['name']} ({row['release']}) {error:+.0%}")
+    worse = [row for row in steps if abs(row["error"]) > AIM]
+    names = ["{name} ({release}) {error:+.0%}".format_map(row) for row in worse]
     count = f"{len(steps) - len(worse)} of {len(steps)}"
     return [
-        f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(worse)})"
+        f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(names)})"
     ]
 
 
@@ -127,20 +113,12 @@ def predict_syncs() -> list[Row]:
     """Predict verl's weight syncs: every device receives the whole model, at the rate of the slowest link."""
     rows: list[Row] = []
     shapes = read_json("models.json")
-    for model, num_devices, least_s, most_s in SYNCS:
-        cluster = Cluster(num_devices=num_devices, device=Device.named("H20"))
-        predicted_s = predict_sync_s(
-            ModelShape.from_config(shapes[model]), cluster, num_devices, Efficiency()
-        )
-        rows.append(
-            {
-                "model": model,
-                "devices": num_devices,
-                "least_s": least_s,
-                "most_s": most_s,
-                "predicted_s": predicted_s,
-            }
-        )
+    for sync in SYNCS:
+        row: Row = dict(zip(("model", "devices", "least_s", "most_s"), sync, strict=True))
+        cluster = Cluster(num_devices=row["devices"], device=Device.named("H20"))
+        shape = ModelShape.from_config(shapes[row["model"]])
+        row["predicted_s"] = predict_sync_s(shape, cluster, row["devices"], Efficiency())
+        rows.append(row)
     return rows
 
 
@@ -151,12 +129,10 @@ def predict_savings() -> list[Row]:
     longer part of its division; devices that are never idle take (G + T) / 32.
     """
     ratio = (1 - SAVINGS["16 + 16"]) / (1 - SAVINGS["8 + 24"])
-    training = 1.0
-    generation = 2 * training / ratio
-    lent_s = (generation + training) / 32
-    fixed_s = {"8 + 24": training / 8, "16 + 16": generation / 16}
+    generation = 2 / ratio  # with a training of 1
+    lent_s = (generation + 1) / 32
     rows: list[Row] = []
-    for devices, seconds in fixed_s.items():
+    for devices, seconds in (("8 + 24", 1 / 8), ("16 + 16", generation / 16)):
         rows.append(
             {"devices": devices, "stated": SAVINGS[devices], "predicted": 1 - lent_s / seconds}
         )

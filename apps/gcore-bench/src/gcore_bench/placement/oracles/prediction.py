@@ -1,7 +1,7 @@
 """Predictions of published steps by gcore-placement's laws, and the constants that are fitted to a few of them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -20,21 +20,16 @@ from gcore_placement import (
     predict_layout,
 )
 
-_MAX_NUM_SEQS = 1024
 _STREAM_PARTS = 4
 """Parts of a stream's step."""
-_DRAWS = 64
-"""Random updates over which the load of the busiest rank is averaged."""
 _UPPER_BOUNDS = {"training": 1.0, "experts": 1.0, "sigma": 1.5}
 """Largest fitted values; the others have no limit."""
-_BISECTIONS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Efficiency):
     """The constants of a study."""
 
-    efficiency: Efficiency
     response_tokens: float = 1500.0
     """Mean tokens of a response, if the report has none."""
     sigma: float = 0.7
@@ -46,7 +41,7 @@ def find_lengths(mean: float, sigma: float, longest: float) -> Lengths:
     """Return log-normal lengths, cut at the longest, that have this mean after the cut."""
     low = 1.0
     high = longest
-    for _ in range(_BISECTIONS):
+    for _ in range(40):
         median = (low * high) ** 0.5
         if Lengths.log_normal(median=median, sigma=sigma, longest=longest).mean < mean:
             low = median
@@ -65,7 +60,8 @@ def predict_sync_s(
 
 def predict_imbalance(lengths: Lengths, *, ranks: int, samples: int) -> float:
     """Return the expected tokens of the busiest rank over the mean, if each rank gets so many samples at random."""
-    quantiles = np.random.default_rng(0).random((_DRAWS, ranks, samples))
+    num_draws = 64
+    quantiles = np.random.default_rng(0).random((num_draws, ranks, samples))
     positions = np.searchsorted(lengths.edges, quantiles, side="right") - 1
     tokens = lengths.values[positions].sum(axis=2)
     return float(tokens.max(axis=1).mean() / tokens.mean())
@@ -88,9 +84,7 @@ def predict_stages(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
         samples = step.ppo_mini_batch_size * step.n // replicas
         training_s *= predict_imbalance(responses, ranks=replicas, samples=samples)
     cluster = _build_cluster(step)
-    after_s = (
-        predict_sync_s(step.shape, cluster, cluster.num_devices, fit.efficiency) + trained.swap_s
-    )
+    after_s = predict_sync_s(step.shape, cluster, cluster.num_devices, fit) + trained.swap_s
 
     sampled = responses
     if step.schedule == "stale stream":
@@ -139,14 +133,14 @@ def _predict_layout(
     engines = EngineLayout(
         num_engines=max(1, num_devices // step.devices_per_engine),
         devices_per_engine=step.devices_per_engine,
-        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_seqs=1024,
     )
     return predict_layout(
         _build_cluster(step),
         job,
         step.layout,
         engines,
-        efficiency=fit.efficiency,
+        efficiency=fit,
         takes_turns=step.schedule == "turns",
         host_moves=step.host_moves,
     )
@@ -162,41 +156,21 @@ def fit_study(steps: Sequence[PublishedStep], start: Fit) -> Fit:
         return start
 
     def compute_residuals(constants: Constants) -> NDArray[np.float64]:
-        fit = set_constants(start, constants)
-        residuals: list[float] = []
+        fit = replace(start, **constants)
+        ratios: list[float] = []
         for step in fitted_steps:
             predicted_s = predict_stages(step, fit)
             measured_s = step.measured_s
             if len(measured_s) > 1:
                 del measured_s["step"]
-            for stage, seconds in measured_s.items():
-                residual = np.log(predicted_s[stage] / seconds)
-                residuals.append(residual)
-        return np.array(residuals)
+            ratios += [predicted_s[stage] / seconds for stage, seconds in measured_s.items()]
+        return np.log(ratios)
 
-    constants = get_constants(start)
-    first = {name: constants[name] for name in list_constants(steps)}
-    return set_constants(start, fit_constants(first, compute_residuals, _UPPER_BOUNDS))
+    first = {name: getattr(start, name) for name in list_constants(steps)}
+    return replace(start, **fit_constants(first, compute_residuals, _UPPER_BOUNDS))
 
 
 def list_constants(steps: Sequence[PublishedStep]) -> list[str]:
     """Return the names of the constants that are fitted to any of the steps."""
-    names: list[str] = []
-    for step in steps:
-        names += step.fits.split()
-    return list(dict.fromkeys(names))
-
-
-def get_constants(fit: Fit) -> dict[str, float]:
-    """Return the constants by name."""
-    return {**asdict(fit.efficiency), "response_tokens": fit.response_tokens, "sigma": fit.sigma}
-
-
-def set_constants(fit: Fit, constants: Constants) -> Fit:
-    """Return the fit with other values of some constants."""
-    for name, value in constants.items():
-        if name in ("response_tokens", "sigma"):
-            fit = replace(fit, **{name: value})
-        else:
-            fit = replace(fit, efficiency=replace(fit.efficiency, **{name: value}))
-    return fit
+    names = " ".join(step.fits for step in steps)
+    return list(dict.fromkeys(names.split()))
