@@ -172,6 +172,8 @@ def tiny_vision_config(model_type: str) -> PreTrainedConfig:
     _set_known(vision, _VISION_SIZES)
     _set_known(config, {name: _VOCABULARY[token] for name, token in _TOKEN_IDS.items()})
     _set_known(config, _OWN.get(model_type, {}))
+    # vLLM's CPU attention takes no head dimension below 32.
+    _set_known(text, {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1})
     text.pad_token_id = _VOCABULARY["<pad>"]
     text.eos_token_id = _VOCABULARY["<eos>"]
     if getattr(type(text)(), "sliding_window", None) is None:

@@ -142,7 +142,10 @@ class ChatEncoder:
                 f"{error}; texts may not have the token that stands for an image"
             ) from error
         if len(self.find_images(expanded)) != len(images):
-            raise MessageError("the chat template writes images without a token between them")
+            raise MessageError(
+                "the chat template writes images without a token between them, or the model's processor writes other "
+                "tokens within an image"
+            )
         return expanded
 
     def _normalize(self, messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -45,8 +45,8 @@ FusedExperts = tuple[Sequence[int], Sequence[str]]
 """The shape of a tensor in which transformers fuses the experts of a layer, and names of the first one's matrices."""
 
 
-_VISION_MODELS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-"""Model types whose images vLLM takes as they are processed here."""
+_VISION_MODELS = ("qwen2_5_vl", "qwen2_vl")
+"""Model types whose images vLLM takes as they are processed here, with the trainer's log-probabilities."""
 
 
 def load_vision(folder: Path) -> VisionProcessor | None:
