@@ -41,7 +41,11 @@ class AgentsOptions(BenchOptions):
     tools: Count = 4
     """Tools that each call announces."""
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "sessions": 16, "at_once": 8}
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "sessions": 16,
+        "at_once": 8,
+    }
 
 
 def run(options: AgentsOptions, session: BenchSession) -> None:
@@ -49,7 +53,7 @@ def run(options: AgentsOptions, session: BenchSession) -> None:
     rounds = session.start_rounds("calls")
     for turn in rounds.turns(_CONTENDERS):
         spec = Spec(
-            work="gcore_bench.agents_work",
+            work="gcore_bench.contenders.agent_servers",
             contender=turn.contender,
             folder=session.folder,
             options=options,

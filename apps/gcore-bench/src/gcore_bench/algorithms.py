@@ -39,7 +39,7 @@ OPTIONS: dict[str, str] = {
 }
 """Options of `gcore-llm train` in which the algorithms differ."""
 BASE = "grpo"
-"""The algorithm that the plot shows beside each of the others."""
+"""The algorithm that the plot shows next to each of the others."""
 ACCURACIES = (0.8, 0.9)
 """Accuracies whose first step is reported."""
 
@@ -103,12 +103,19 @@ def run(options: AlgorithmsOptions, session: BenchSession) -> None:
             _make_run(name, turn, model, options)
         curve = read_curve(run)
         curves[turn.contender].append(curve)
-        turn.done(curve, f"{{{options.steps}:.3f}} at the end")
+        turn.done(curve, f"{curve[str(options.steps)]:.3f} at the end")
     rows = {name: summarise_curves(curves[name]) for name in curves}
     columns = {f"step {step}": str(step) for step in options.evaluated_steps[::2]}
     columns |= {f"to {accuracy}": f"to_{accuracy}" for accuracy in ACCURACIES}
     title = "held-out accuracy"
-    session.report(title, columns, rows, rounds.runs, lines=[_NOTE], statistic="means and ranges")
+    session.report(
+        title,
+        columns,
+        rows,
+        rounds.runs,
+        lines=[_NOTE],
+        statistic="means and ranges",
+    )
     if options.plot is not None:
         draw(options.plot, curves)
 
@@ -162,18 +169,34 @@ def summarise_curves(curves: Sequence[Figures]) -> Row:
 
 
 def draw(file: Path, curves: Mapping[str, Sequence[Figures]]) -> None:
-    """Draw a chart for each algorithm, beside the base in grey: means over the seeds, and their ranges as bands."""
+    """Draw a chart for each algorithm, next to the base in grey: means over the seeds, and their ranges as bands."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
-    charts = figure.subplots(2, 3, sharex=True, sharey=True)
+    charts = figure.subplots(
+        2,
+        3,
+        sharex=True,
+        sharey=True,
+    )
     for chart, name in zip(charts.flat, curves, strict=False):
         for algorithm, color in {BASE: "gray", name: "tab:blue"}.items():
             if algorithm in curves:
                 table = np.array([list(curve.values()) for curve in curves[algorithm]])
                 steps = [int(step) for step in curves[algorithm][0]]
-                chart.plot(steps, table.mean(0), color=color, label=algorithm)
-                chart.fill_between(steps, table.min(0), table.max(0), color=color, alpha=0.2)
+                chart.plot(
+                    steps,
+                    table.mean(0),
+                    color=color,
+                    label=algorithm,
+                )
+                chart.fill_between(
+                    steps,
+                    table.min(0),
+                    table.max(0),
+                    color=color,
+                    alpha=0.2,
+                )
         chart.legend(loc="lower right")
     figure.supxlabel("step")
     figure.supylabel("held-out accuracy, greedy")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 import numpy as np
 import psutil
 
-from gcore_bench.ckpt_libraries import LIBRARIES, InPlaceLibrary, Library, State
+from gcore_bench.contenders.ckpt_libraries import LIBRARIES, InPlaceLibrary, Library, State
 from gcore_bench.harness.processes import (
     Array,
     Spec,
@@ -89,7 +89,11 @@ class CkptOptions(BenchOptions):
     dir: Path = Path(".gcore-bench")
     """Folder, on the disk to measure, in which a fresh one is made for the files; it is removed at the end."""
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20}
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "size_gb": 0.01,
+        "tensors": 20,
+    }
 
 
 def run(options: CkptOptions, session: BenchSession) -> None:
@@ -118,7 +122,12 @@ def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[st
             options=options,
             threads=_CORES,
         )
-        value, sizes = run_child(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=3600.0)
+        value, sizes = run_child(
+            spec,
+            environment=_ENVIRONMENT,
+            poll_s=_POLL_S,
+            timeout_s=3600.0,
+        )
     rows: dict[str, Figures] = value["rows"]
     if contender != LIMITS:
         # The highest memory while it saved, less that before.
@@ -226,7 +235,11 @@ def measure(spec: Spec) -> dict[str, Any]:
         if way == "load" or isinstance(library, InPlaceLibrary):
             seconds[metric] = _measure_load(library, root, state, way, temperature)
     library.close()
-    return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
+    return {
+        "rows": {spec.contender: seconds},
+        "before_bytes": before_bytes,
+        "saving_s": saving_s,
+    }
 
 
 def _measure_saves(library: Library, root: Path, state: State) -> Figures:

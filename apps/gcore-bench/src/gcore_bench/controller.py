@@ -10,11 +10,13 @@ import mmap
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -335,8 +337,8 @@ def step_row(processes: Sequence[StepFigures]) -> Figures:
     """Return a contender's figures, without the warm-up; a step lasts from its first start to its last end."""
     starts_s, ends_s = np.array([process.steps[WARMUP_STEPS:] for process in processes]).T
     seconds = ends_s.max(axis=1) - starts_s.min(axis=1)
-    peak_bytes = max(process.peak_bytes for process in processes)
-    idle_bytes = max(process.idle_bytes for process in processes)
+    peak_bytes = max(map(attrgetter("peak_bytes"), processes))
+    idle_bytes = max(map(attrgetter("idle_bytes"), processes))
     return {
         "step_s": float(np.median(seconds)),
         "peak_bytes": float(peak_bytes),
@@ -455,7 +457,7 @@ async def _dispatch(ctx: Context[list[Any]], payload: Payload) -> None:
     outgoing: list[list[SampleFacts]] = [[] for _ in range(ctx.world_size)]
     for sample in samples:
         outgoing[part_of[sample.index] % ctx.world_size].append(sample)
-    batches: dict[int, list[SampleFacts]] = {part: [] for part in workers}
+    batches: dict[int, list[SampleFacts]] = defaultdict(list)
     for sample in chain.from_iterable(await ctx.group.all_to_all(outgoing)):
         batches[part_of[sample.index]].append(sample)
     reads = [worker.read.remote(batches[part]) for part, worker in workers.items()]
@@ -512,7 +514,7 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
             for row, index in zip(features, indices, strict=True):
                 payload.features(index, out=row)
             columns = {"index": data.batch["index"], "features": torch.from_numpy(features)}
-            columns["checksum"] = torch.tensor([checksum(row) for row in features])
+            columns["checksum"] = torch.tensor(list(map(checksum, features)))
             responses = [payload.response(index) for index in indices]
             for name in responses[0]:
                 columns[name] = torch.tensor([response[name] for response in responses])
@@ -521,7 +523,7 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
         @register(dispatch_mode=dispatch.DP_COMPUTE_PROTO)
         def read(self, data: Any) -> Any:
             """Return the index and the checksum of each sample."""
-            checksums = [checksum(row) for row in data.batch["features"].numpy()]
+            checksums = list(map(checksum, data.batch["features"].numpy()))
             return DataProto.from_dict(
                 {"index": data.batch["index"], "checksum": torch.tensor(checksums)}
             )

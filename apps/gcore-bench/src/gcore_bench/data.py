@@ -193,7 +193,12 @@ def _prepare_verl(spec: Spec) -> Callable[[], Any]:
     def start() -> Any:
         cache = f"{spec.folder}/datasets"
         file = str(spec.options[0])
-        rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
+        rows = datasets.load_dataset(
+            "json",
+            data_files=file,
+            split="train",
+            cache_dir=cache,
+        )
         rows = rows.filter(lambda row: len(tokenizer(row["prompt"])["input_ids"]) <= _MAX_LENGTH)
         order = iter(RandomSampler(rows))
         return rows, order, [rows[index] for index in islice(order, _BATCH_SIZE)]

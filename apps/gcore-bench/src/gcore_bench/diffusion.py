@@ -177,7 +177,12 @@ def run_loop(spec: Spec) -> list[Figures]:
     keep_free_memory()
     torch.manual_seed(options.seed)
     pipeline = load_pipeline(model, dtype=torch.float32)
-    loop = Loop(pipeline, prompts=options.prompts, n=options.n, seed=options.seed)
+    loop = Loop(
+        pipeline,
+        prompts=options.prompts,
+        n=options.n,
+        seed=options.seed,
+    )
     return [loop.step() for _ in range(options.warmup + options.steps)]
 
 
@@ -230,7 +235,11 @@ class Loop:
             advantages = (groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)
             limit = _RECIPE.algorithm.adv_clip_max
             self._update(steps, advantages.flatten().clamp(-limit, limit))
-        seconds = {"gen": gen["wall_s"], "reward": reward["wall_s"], "train": train["wall_s"]}
+        seconds = {
+            "gen": gen["wall_s"],
+            "reward": reward["wall_s"],
+            "train": train["wall_s"],
+        }
         return {"step": sum(seconds.values()), **seconds}
 
     def _sample(self, prompts: list[str]) -> tuple[Any, list[NoisyStep]]:

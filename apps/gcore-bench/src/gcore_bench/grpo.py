@@ -204,7 +204,7 @@ def run_gcore(spec: Spec) -> list[Figures]:
             super().show_progress(step, cells, unit=unit)
 
     rows = train_here(spec.options, display=TimedDisplay(Console(quiet=True)))
-    return add_seconds([read_step(row) for row in rows], ends_s)
+    return add_seconds(list(map(read_step, rows)), ends_s)
 
 
 def _read_clocks() -> tuple[float, float]:
@@ -290,7 +290,13 @@ def warm_up(model: Path, options: Sequence[str]) -> None:
     model.parent.mkdir(parents=True, exist_ok=True)
     name = "warm-up"
     words = [*options, "--trainer.total-training-steps=1"]
-    run_training("gcore_llm", words, name=name, folder=model.parent, environment={})
+    run_training(
+        "gcore_llm",
+        words,
+        name=name,
+        folder=model.parent,
+        environment={},
+    )
     run = model.parent / "runs" / name
     (run / "model").rename(model)
     shutil.rmtree(run)

@@ -61,7 +61,11 @@ _ENVIRONMENT = {
 _ROWS = 1024
 _WIDTH = 512
 _RANK = 16
-_DELTAS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1}
+_DELTAS = {
+    "delta 0.1 %": 0.001,
+    "delta 1 %": 0.01,
+    "delta 10 %": 0.1,
+}
 """Forms of changed elements, and their fraction."""
 _COLUMNS: dict[str, dict[str, str]] = {
     "generation": {
@@ -226,7 +230,12 @@ async def _measure(spec: Spec, options: RolloutOptions) -> Figures:
         else:
             kind = engine_kind(name.split("-")[1])
             load = kind.load().from_pretrained
-            factory = partial(load, model, max_num_seqs=max_num_seqs, eos_token_ids=[])
+            factory = partial(
+                load,
+                model,
+                max_num_seqs=max_num_seqs,
+                eos_token_ids=[],
+            )
             if name.endswith("-process"):
                 start: Any = EngineProcess.start
                 engine = await start(factory, num_threads=options.threads, preload=kind.preload)

@@ -232,7 +232,7 @@ def _measure_step(spec: Spec, options: TrainerOptions) -> Figures:
     else:
         stepper = GcoreStep(folder, share_prefix=spec.contender == "gcore-shared")
     # Enough to trigger the imports of a first step and to allocate moments, and so small that it frees no large blocks.
-    warmup = [_truncate(sample) for sample in samples[:2]]
+    warmup = list(map(_truncate, samples[:2]))
     stepper.step(warmup, [[0, 1]])
     results: list[Figures] = []
     times = measure_work(
@@ -363,16 +363,17 @@ class TrlStep(LossStep):
         import torch
 
         # Prompts on the left and completions on the right, to the longest of the whole generation batch.
-        prompts = [sample.prompt_ids for sample in samples]
-        completions = [sample.response_ids for sample in samples]
-        completion_mask = _pad([np.ones_like(ids) for ids in completions])
+        prompts = _pad(samples, "prompt_ids", side="left")
+        completions = _pad(samples, "response_ids")
+        # No sample has the token 0.
+        completion_mask = (completions != 0).long()
         columns = {
-            "prompt_mask": _pad([np.ones_like(ids) for ids in prompts], side="left"),
+            "prompt_mask": (prompts != 0).long(),
             "completion_mask": completion_mask,
-            "prompt_ids": _pad(prompts, side="left"),
-            "completion_ids": _pad(completions),
-            "advantages": _pad([sample.advantages for sample in samples])[:, 0],
-            "old_per_token_logps": _pad([sample.old_log_probs for sample in samples]),
+            "prompt_ids": prompts,
+            "completion_ids": completions,
+            "advantages": _pad(samples, "advantages")[:, 0],
+            "old_per_token_logps": _pad(samples, "old_log_probs"),
         }
         # The loss of a micro-batch is scaled by the number of them in a generation batch.
         self._trainer.args.steps_per_generation = len(batches)
@@ -432,10 +433,10 @@ class VerlStep(LossStep):
             chosen = [samples[i] for i in batch]
             log_probs_BR, row_length = self._compute_log_probs(chosen)
             loss, _ = self._policy_loss(
-                old_log_prob=_pad([sample.old_log_probs for sample in chosen]),
+                old_log_prob=_pad(chosen, "old_log_probs"),
                 log_prob=log_probs_BR,
-                advantages=_pad([sample.advantages for sample in chosen]),
-                response_mask=_pad([sample.mask for sample in chosen]),
+                advantages=_pad(chosen, "advantages"),
+                response_mask=_pad(chosen, "mask"),
                 loss_agg_mode=LOSS.loss_agg_mode,
                 config=self._config,
             )
@@ -452,7 +453,7 @@ class VerlStep(LossStep):
         output = self.model(
             input_ids=input_ids_1T,
             attention_mask=None,
-            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+            position_ids=torch.cat(list(map(torch.arange, lengths)))[None],
             use_cache=False,
             sequence_lengths=lengths,
         )
@@ -487,17 +488,27 @@ def _attend(
         rows = slice(start, start + length)
         q, k, v = query[:, :, rows], key[:, :, rows], value[:, :, rows]
         outputs.append(
-            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=True,
+            )
         )
         start += length
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def _pad(rows: Sequence[Any], *, side: str = "right") -> "torch.Tensor":
-    """Stack arrays of different lengths, with zeros after (or before) the shorter ones."""
+def _pad(samples: Sequence[Sample], name: str, *, side: str = "right") -> "torch.Tensor":
+    """Stack a field of samples, [B, T], with zeros after (or before) the shorter ones."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
+    rows = [torch.from_numpy(getattr(sample, name)) for sample in samples]
     return pad_sequence(
-        [torch.from_numpy(row) for row in rows], batch_first=True, padding_side=side
+        rows,
+        batch_first=True,
+        padding_side=side,
     )

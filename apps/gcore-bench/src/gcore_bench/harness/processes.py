@@ -72,7 +72,7 @@ class Spec:
     folder: Path
     """Scratch folder, which the ranks of a contender share."""
     options: Any = None
-    """What the work needs to know; it can be pickled."""
+    """The work's settings, which can be pickled."""
     rank: int = 0
     world_size: int = 1
     threads: int = 1
@@ -84,7 +84,7 @@ class Spec:
 
     @property
     def result_file(self) -> Path:
-        """The file of the work's result; its log and its pickled spec are beside it."""
+        """The file of the work's result; its log and its pickled spec are next to it."""
         return self.folder / f"{self.contender}-{self.rank}.json"
 
 
@@ -126,7 +126,12 @@ def joined_world(spec: Spec) -> Generator[None]:
     import torch.distributed as dist
 
     method = f"file://{spec.folder}/store"
-    dist.init_process_group("gloo", init_method=method, rank=spec.rank, world_size=spec.world_size)
+    dist.init_process_group(
+        "gloo",
+        init_method=method,
+        rank=spec.rank,
+        world_size=spec.world_size,
+    )
     try:
         yield
         dist.barrier()
@@ -219,7 +224,13 @@ def run_training(
     shutil.rmtree(run, ignore_errors=True)
     command = [sys.executable, "-m", app, "train", "--name", name, *options]
     log = folder / f"{name}.log"
-    run_program(command, name=name, folder=folder, log=log, environment=environment)
+    run_program(
+        command,
+        name=name,
+        folder=folder,
+        log=log,
+        environment=environment,
+    )
     return read_steps(run)
 
 

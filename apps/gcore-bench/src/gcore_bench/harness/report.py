@@ -84,7 +84,7 @@ class Turn:
     failure: str = ""
     """Why there are no figures."""
     words: str = ""
-    """What is printed of the figures."""
+    """The line of progress."""
 
     def done(self, figures: Figures, words: str) -> None:
         """Record the contender's figures; ``words`` are printed, with names of figures in braces."""
@@ -286,7 +286,14 @@ class BenchSession:
             table.add_row(name, *cells)
         load = fmean(run.load for run in runs)
         table.caption = f"{statistic} of {runs[-1].round} rounds; load of the machine {load:.1f}"
-        self.add(runs[0].part, tables=[table], lines=lines, rows=rows, lines_below=lines, runs=runs)
+        self.add(
+            runs[0].part,
+            tables=[table],
+            lines=lines,
+            rows=rows,
+            lines_below=lines,
+            runs=runs,
+        )
 
 
 def plain(options: Any) -> dict[str, Any]:

@@ -61,9 +61,21 @@ def run(options: PlacementOptions, session: BenchSession) -> list[FigureTable]:
     import_module(_VERL_MODULE)
     rows: list[Row] = []
     for case in product(("lognormal", "pareto"), ranks, BOUNDS):
-        rows += divide_batches(*case, samples=samples, seed=options.seed, say=session.say)
+        rows += divide_batches(
+            *case,
+            samples=samples,
+            seed=options.seed,
+            say=session.say,
+        )
     title = "work of the busiest rank over the mean, less 1; CPU seconds"
-    return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
+    return [
+        FigureTable(
+            title=title,
+            columns=COLUMNS,
+            rows=rows,
+            aims=check_aims(rows),
+        )
+    ]
 
 
 def divide_batches(

@@ -26,4 +26,9 @@ def run(options: PlacementOptions, session: BenchSession) -> None:
     """Run the parts of ``options``, and print their tables with the aims that they meet."""
     for part in options.parts:
         for table in PARTS[part](options, session):
-            session.add(part, tables=[render_table(table)], lines=table.aims, **asdict(table))
+            session.add(
+                part,
+                tables=[render_table(table)],
+                lines=table.aims,
+                **asdict(table),
+            )

@@ -32,7 +32,7 @@ def fit_constants(
     def compute(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         return compute_residuals(dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
-    first = np.log([start[name] for name in names])
+    first = np.log(list(start.values()))
     upper = np.log([upper_bounds.get(name, np.inf) for name in names])
     solution = least_squares(compute, first, bounds=(-np.inf, upper))
     return dict(zip(names, np.exp(solution.x).tolist(), strict=True))

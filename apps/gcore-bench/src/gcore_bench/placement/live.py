@@ -40,8 +40,22 @@ class LiveSizes:
     """Seconds in which an engine goes to sleep, and in which it wakes: a device's swap is one of each."""
 
 
-FULL = LiveSizes(num_devices=4, phase_steps=5, batch=8, step_s=0.032, train_s=0.008, swap_s=1.0)
-QUICK = LiveSizes(num_devices=3, phase_steps=1, batch=4, step_s=0.001, train_s=0.0001, swap_s=0.02)
+FULL = LiveSizes(
+    num_devices=4,
+    phase_steps=5,
+    batch=8,
+    step_s=0.032,
+    train_s=0.008,
+    swap_s=1.0,
+)
+QUICK = LiveSizes(
+    num_devices=3,
+    phase_steps=1,
+    batch=4,
+    step_s=0.001,
+    train_s=0.0001,
+    swap_s=0.02,
+)
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then 3/4 again."""
 
@@ -160,7 +174,14 @@ def run(options: PlacementOptions, session: BenchSession) -> list[FigureTable]:
         rows.append(row)
         session.say(format_cell(_PROGRESS, row))
     title = "real runs on Ray; shares of the time of all devices"
-    return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
+    return [
+        FigureTable(
+            title=title,
+            columns=COLUMNS,
+            rows=rows,
+            aims=check_aims(rows),
+        )
+    ]
 
 
 def list_runs(num_devices: int) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -68,7 +69,14 @@ def run(options: PlacementOptions, session: BenchSession) -> list[FigureTable]:
         session.say(f"planner: constants with {ranks} training ranks: {law}")
     rows = [compare_run(run, laws, measured[name]) for name, run in runs.items()]
     title = "small runs, predicted"
-    return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
+    return [
+        FigureTable(
+            title=title,
+            columns=COLUMNS,
+            rows=rows,
+            aims=check_aims(rows),
+        )
+    ]
 
 
 def _measure(run: SmallRun, *, times: int) -> dict[str, float]:
@@ -110,7 +118,12 @@ def predict_seconds(run: SmallRun, efficiency: Efficiency) -> float:
         model=job.policy, cluster=cluster, tp=1, compute_bytes=4, efficiency=efficiency
     )
     engine = roofline.laws(np.array([num_seqs])).costs(0)
-    training = training_laws(job, _make_layouts(run), cluster=cluster, efficiency=efficiency)
+    training = training_laws(
+        job,
+        _make_layouts(run),
+        cluster=cluster,
+        efficiency=efficiency,
+    )
     costs = JobCosts(
         policy=engine, reward=None, training=training.costs(0, sync_s=0.0, moving_s=0.0)
     )
@@ -157,10 +170,16 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Row]) -> Laws:
     training = [run for run in runs if run.stage == "training"]
     fit = partial(_fit, measured=measured)
     alone = fit(by_kind["generation", 1], _ENGINE, Efficiency(overlap=0.0))
-    alone = fit(training, ["activations"], alone, law=predict_bytes, metric="process_bytes")
+    alone = fit(
+        training,
+        ["activations"],
+        alone,
+        law=predict_bytes,
+        metric="process_bytes",
+    )
     alone_rates = ["training", "micro_batch_s", "attention"]
     laws = {1: fit(by_kind["training", 1], alone_rates, alone)}
-    for ranks in {run.ranks for run in training} - {1}:
+    for ranks in set(map(attrgetter("ranks"), training)) - {1}:
         shared_rates = ["training", "micro_batch_s", "links"]
         laws[ranks] = fit(by_kind["training", ranks], shared_rates, laws[1])
     return laws

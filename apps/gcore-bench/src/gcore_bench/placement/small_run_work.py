@@ -70,7 +70,11 @@ def measure_training(
     """Measure training steps, and the peak memory of this process."""
     batches = _make_batches(run, rank)
     # A step of a tiny model first: buffers of the libraries are not counted.
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+    }
     sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
     sample = _make_sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
     tiny = _make_trainer({**run.config, **sizes}, run, parallel)
@@ -113,7 +117,12 @@ def _make_batches(run: SmallRun, rank: int) -> list[list[Sample]]:
         groups.append([_make_sample(prompt, length, vocab_size, rng) for length in lengths])
         tokens.append(len(prompt) + sum(lengths))
     costs = run.job.policy.workload.group_flops(np.array(run.prompts), np.array(run.responses))
-    parts = micro_batches(tokens, max_tokens=run.max_tokens, costs=costs, num_multiple=run.ranks)
+    parts = micro_batches(
+        tokens,
+        max_tokens=run.max_tokens,
+        costs=costs,
+        num_multiple=run.ranks,
+    )
     of_ranks = balance([costs[part].sum() for part in parts], run.ranks, equal_count=True)
     batches: list[list[Sample]] = []
     for part in of_ranks[rank]:

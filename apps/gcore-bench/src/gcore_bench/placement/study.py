@@ -37,7 +37,11 @@ from gcore_placement.simulation.scenarios import (
     scenario,
 )
 
-SIZES: dict[int, int | None] = {64: None, 512: None, 10_000: 30}
+SIZES: dict[int, int | None] = {
+    64: None,
+    512: None,
+    10_000: 30,
+}
 """Devices of the drift study, and the steps of each trace; None: as many as the trace has."""
 ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Believed costs of the judge, over its true costs."""
@@ -92,7 +96,14 @@ def run(options: PlacementOptions, session: BenchSession) -> list[FigureTable]:
         rows = compare_all(list_drifts(num_devices, num_steps), SEEDS, processes)
         title = f"Drift on {num_devices:,} devices"
         aims = [check_idle_aim(rows)]
-        tables.append(FigureTable(title=title, columns=COLUMNS, rows=rows, aims=aims))
+        tables.append(
+            FigureTable(
+                title=title,
+                columns=COLUMNS,
+                rows=rows,
+                aims=aims,
+            )
+        )
         session.say(f"study: {title} is done")
     rows = compare_errors(ERRORS, few_steps, processes)
     tables.append(FigureTable(title="Wrong costs of the judge", columns=ERROR_COLUMNS, rows=rows))
@@ -133,8 +144,19 @@ def list_broken_conditions(num_steps: int) -> Cases:
 
 def _simulate(recipe: TraceRecipe, costs: JobCosts, num_steps: int, *, seed: int) -> Simulator:
     batch, _ = SCALES[_NUM_DEVICES]
-    trace = resize(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
-    return scenario(recipe.name, _JOB, _NUM_DEVICES, trace=trace, costs=costs)
+    trace = resize(
+        recipe,
+        num_steps=num_steps,
+        train_batch_size=batch,
+        seed=seed,
+    ).trace()
+    return scenario(
+        recipe.name,
+        _JOB,
+        _NUM_DEVICES,
+        trace=trace,
+        costs=costs,
+    )
 
 
 def _scale_engine(engine: EngineCosts, factor: int) -> EngineCosts:
@@ -213,7 +235,13 @@ def compare_errors(errors: Sequence[float], num_steps: int, processes: int) -> l
 
 def _measure_gains(errors: Sequence[float], num_steps: int, seed: int) -> list[dict[str, float]]:
     """Return for each error the best split's seconds over dynamic's, corrected and not."""
-    simulator = scenario("judge_grows", _JOB, _NUM_DEVICES, num_steps=num_steps, seed=seed)
+    simulator = scenario(
+        "judge_grows",
+        _JOB,
+        _NUM_DEVICES,
+        num_steps=num_steps,
+        seed=seed,
+    )
     split_s = simulator.best_split().seconds
     gains: list[dict[str, float]] = []
     for error in errors:
@@ -234,7 +262,7 @@ def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
 def run_all(tasks: Sequence[Callable[[], Any]], *, processes: int) -> list[Any]:
     """Call independent tasks in so many processes, or in this one if 1."""
     if processes == 1:
-        return [task() for task in tasks]
+        return list(map(call, tasks))
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         # The last tasks are the largest.
         return list(pool.map(call, reversed(tasks)))[::-1]

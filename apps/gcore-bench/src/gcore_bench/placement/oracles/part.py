@@ -58,7 +58,12 @@ def run(_: PlacementOptions, session: BenchSession) -> list[FigureTable]:
     syncs = "weight syncs of verl, predicted"
     lending = "time that verl saves by lending, predicted without losses"
     return [
-        FigureTable(title=title, columns=STEP_COLUMNS, rows=rows, aims=check_aims(rows)),
+        FigureTable(
+            title=title,
+            columns=STEP_COLUMNS,
+            rows=rows,
+            aims=check_aims(rows),
+        ),
         FigureTable(title=syncs, columns=SYNC_COLUMNS, rows=predict_syncs()),
         FigureTable(title=lending, columns=LENDING_COLUMNS, rows=predict_savings()),
     ]
@@ -102,7 +107,7 @@ def check_aims(rows: Sequence[Row]) -> list[str]:
     """Count the held-out steps that are predicted within the aim, and name the others."""
     steps = [row for row in rows if row["stage"] == "step" and not row["fitted"]]
     worse = [row for row in steps if abs(row["error"]) > AIM]
-    names = ["{name} ({release}) {error:+.0%}".format_map(row) for row in worse]
+    names = list(map("{name} ({release}) {error:+.0%}".format_map, worse))
     count = f"{len(steps) - len(worse)} of {len(steps)}"
     return [
         f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(names)})"
@@ -134,6 +139,10 @@ def predict_savings() -> list[Row]:
     rows: list[Row] = []
     for devices, seconds in (("8 + 24", 1 / 8), ("16 + 16", generation / 16)):
         rows.append(
-            {"devices": devices, "stated": SAVINGS[devices], "predicted": 1 - lent_s / seconds}
+            {
+                "devices": devices,
+                "stated": SAVINGS[devices],
+                "predicted": 1 - lent_s / seconds,
+            }
         )
     return rows

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,11 @@ from gcore_placement import (
 
 _STREAM_PARTS = 4
 """Parts of a stream's step."""
-_UPPER_BOUNDS = {"training": 1.0, "experts": 1.0, "sigma": 1.5}
+_UPPER_BOUNDS = {
+    "training": 1.0,
+    "experts": 1.0,
+    "sigma": 1.5,
+}
 """Largest fitted values; the others have no limit."""
 
 
@@ -172,5 +177,5 @@ def fit_study(steps: Sequence[PublishedStep], start: Fit) -> Fit:
 
 def list_constants(steps: Sequence[PublishedStep]) -> list[str]:
     """Return the names of the constants that are fitted to any of the steps."""
-    names = " ".join(step.fits for step in steps)
+    names = " ".join(map(attrgetter("fits"), steps))
     return list(dict.fromkeys(names.split()))

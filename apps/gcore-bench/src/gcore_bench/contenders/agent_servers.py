@@ -28,7 +28,11 @@ _SERVER = (
 )
 _TOOL = {
     "type": "function",
-    "function": {"name": "tool", "description": "d" * 200, "parameters": {"type": "object"}},
+    "function": {
+        "name": "tool",
+        "description": "d" * 200,
+        "parameters": {"type": "object"},
+    },
 }
 
 
@@ -54,7 +58,7 @@ async def _measure_vllm(folder: Path, options: AgentsOptions) -> Figures:
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
         start_s = cpu_seconds([process.pid])
-        await _run_clients(url, [str(number) for number in range(options.sessions)], options)
+        await _run_clients(url, list(map(str, range(options.sessions))), options)
         cpu_s = cpu_seconds([process.pid]) - start_s
     finally:
         process.terminate()
@@ -75,7 +79,7 @@ async def _measure_endpoint(options: AgentsOptions) -> Figures:
     engine = _Engine("word " * options.message_words)
     server = AgentServer()
     await server.start()
-    keys = [str(number) for number in range(options.sessions)]
+    keys = list(map(str, range(options.sessions)))
     for key in ("first", *keys):
         server.open(engine.make_session(key))
     # Imports and the first use of the template are no part of a call.
@@ -86,7 +90,11 @@ async def _measure_endpoint(options: AgentsOptions) -> Figures:
     num_calls = options.sessions * options.calls
     total_ms = figures["cpu_s"] / num_calls * 1e3
     call_ms = total_ms - engine.tokenization_s / num_calls * 1e3
-    return {"calls": num_calls, "total_ms": total_ms, "call_ms": call_ms}
+    return {
+        "calls": num_calls,
+        "total_ms": total_ms,
+        "call_ms": call_ms,
+    }
 
 
 async def _run_clients(url: str, keys: list[str], options: AgentsOptions) -> None:
@@ -116,11 +124,22 @@ async def _play_sessions(url: str, keys: list[str], options: AgentsOptions) -> N
             messages.append({"role": "user", "content": text})
             async with at_once:
                 for _ in range(options.calls):
-                    body = {"messages": messages, "tools": tools, "max_tokens": 1}
+                    body = {
+                        "messages": messages,
+                        "tools": tools,
+                        "max_tokens": 1,
+                    }
                     async with http.post(_PATH, json=body, headers={"x-api-key": key}) as response:
                         reply = json.loads(await response.read())
                     turn = reply["choices"][0]["message"]
-                    messages += [turn, {"role": "tool", "content": text, "tool_call_id": "call"}]
+                    messages += [
+                        turn,
+                        {
+                            "role": "tool",
+                            "content": text,
+                            "tool_call_id": "call",
+                        },
+                    ]
 
         await asyncio.gather(*map(play, keys))
 
@@ -147,7 +166,13 @@ class _Engine:
     def make_session(self, key: str) -> Session:
         """Return a session of this engine."""
         budget = SessionBudget(max_tokens=1 << 30)
-        return Session(session_id=key, key=key, sampler=self, encoder=self._encoder, budget=budget)
+        return Session(
+            session_id=key,
+            key=key,
+            sampler=self,
+            encoder=self._encoder,
+            budget=budget,
+        )
 
     async def sample(self, prompt_ids: Sequence[int], **options: Any) -> SampledTokens:
         """Return the turn."""
