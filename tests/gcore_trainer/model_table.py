@@ -58,9 +58,9 @@ _VISION_HEADER = f"""
 
 Every type of `AutoModelForImageTextToText`, as a tiny random model in float32. `exact` means that log-probabilities of
 a packed row (prompts with none, one, two and three images, of different sizes where the type allows them, each shared
-by three responses) are those of transformers' own processor and model, one sample at a time, within {TOLERANCE:g} nats;
-and that log-probabilities of what the `hf` engine generates to the same prompts are those of training. SmolVLM's
-processor needs the package `num2words`.
+by three responses; and the same with all images in responses) are those of transformers' own processor and model, one
+sample at a time, within {TOLERANCE:g} nats; and that log-probabilities of what the `hf` engine generates to the same
+prompts are those of training. SmolVLM's processor needs the package `num2words`.
 
 Images of the other types are not understood: their models are refused when they are loaded, or take text alone where
 the first table has them. Among them are LLaVA-NeXT and LLaVA-OneVision (how many tokens an image takes depends on its

@@ -4,6 +4,7 @@ import asyncio
 import io
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ _PROMPTS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     # The same tokens as with the wide one.
     ("is * it", (_OTHER,)),
     ("first * and * too", (_WIDE, _SMALL)),
-    ("* or * or *", (_SMALL, _SMALL, _OTHER)),
+    ("so * or * or *", (_SMALL, _SMALL, _OTHER)),
 )
 """Texts with a star for each image."""
 
@@ -74,6 +75,17 @@ class TinyVision:
             pixels = Images(pixel_values=read.pixel_values, grid_thw=read.grid_thw)
         prompt_ids = np.array(self.encode(text, images))
         return Sample(prompt_ids=prompt_ids, response_ids=np.array(response), images=pixels)
+
+    def move_images(self, sample: Sample, images: Sequence[bytes]) -> Sample:
+        """Return a sample whose prompt is its first token."""
+        pixels = sample.images
+        if pixels is not None:
+            index = self.vision.find_images(sample.prompt_ids.tolist(), images)
+            pixels = replace(pixels, starts=np.array([places[0] for places in index]))
+        response_ids = np.concatenate([sample.prompt_ids[1:], sample.response_ids])
+        return replace(
+            sample, prompt_ids=sample.prompt_ids[:1], response_ids=response_ids, images=pixels
+        )
 
     @torch.no_grad()
     def log_probs(
@@ -133,7 +145,10 @@ def vision_outcome(model_type: str) -> tuple[str, str]:
 
 
 def check_packed(tiny: TinyVision, packed: PackedModel) -> None:
-    """Compare scores of a row of all prompts, each with several responses, with those of transformers alone."""
+    """Compare scores of a row of all prompts, each with several responses, with those of transformers alone.
+
+    A second row has all but the first token of each prompt in the response, as later turns have.
+    """
     cases = [(*prompt, response) for prompt in _PROMPTS for response in _RESPONSES]
     encode = tiny.processor.tokenizer.encode
     tokens = [encode(response, add_special_tokens=False) for _, _, response in cases]
@@ -141,10 +156,15 @@ def check_packed(tiny: TinyVision, packed: PackedModel) -> None:
         tiny.make_sample(text, images, response)
         for (text, images, _), response in zip(cases, tokens, strict=True)
     ]
-    [found] = packed.log_probs([samples])
-    for log_probs, (text, images, _), response in zip(found, cases, tokens, strict=True):
+    later = [
+        tiny.move_images(sample, images)
+        for sample, (_, images, _) in zip(samples, cases, strict=True)
+    ]
+    found = packed.log_probs([samples, later])
+    for i, ((text, images, _), response) in enumerate(zip(cases, tokens, strict=True)):
         expected = tiny.log_probs(text, images, response)
-        np.testing.assert_allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
+        for log_probs in (found[0][i], found[1][i][-expected.size :]):
+            np.testing.assert_allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
 
 
 async def check_generated(tiny: TinyVision, packed: PackedModel, engine: HFEngine) -> None:

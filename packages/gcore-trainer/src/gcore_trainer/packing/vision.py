@@ -54,7 +54,7 @@ class RowImages:
     positions: torch.Tensor
     """[1, T], or with three axes [3, 1, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191,
     section 2.1)."""
-    inputs: list[dict[str, torch.Tensor]]
+    calls: list[dict[str, torch.Tensor]]
     """Arguments of calls of ``get_image_features`` of transformers' model."""
     patch_index: torch.Tensor
     """[M] index of each feature's token in the row, in the order of the images."""
@@ -119,10 +119,13 @@ class Vision:
             for index in patch_index:
                 context = _sequence_to(batch, int(index[-1]))
                 blocks.append((on_device(index, device), on_device(context, device)))
-        inputs = self._model_inputs(np.concatenate(pixel_values), np.concatenate(grids))
+        calls = self._model_inputs(np.concatenate(pixel_values), np.concatenate(grids))
+        for call in calls:
+            for name, array in call.items():
+                call[name] = on_device(array, device)
         return RowImages(
             positions=on_device(positions_1T, device),
-            inputs=[{name: on_device(a, device) for name, a in call.items()} for call in inputs],
+            calls=calls,
             patch_index=on_device(np.concatenate(patch_index), device),
             blocks=blocks,
         )
@@ -136,30 +139,36 @@ class Vision:
         if images is None:
             if torch.is_grad_enabled():
                 # Ranks of a divided model must all have gradients of the tower, even if of nothing.
-                decoder = self._model.get_decoder()
-                towers: list[torch.nn.Module] = [m for m in base.children() if m is not decoder]
-                sums = [p.sum() for tower in towers for p in tower.parameters()]
+                sums: list[torch.Tensor] = []
+                for module in base.children():
+                    if module is not self._model.get_decoder():
+                        sums += [parameter.sum() for parameter in module.parameters()]
                 embeddings_1TD = embeddings_1TD + 0.0 * torch.stack(sums).sum()
             return {"inputs_embeds": embeddings_1TD}
-        outputs = [base.get_image_features(**call, return_dict=True) for call in images.inputs]
+        features: list[Any] = []
+        by_layer: dict[int, list[Any]] = {}
+        for call in images.calls:
+            output = base.get_image_features(**call, return_dict=True)
+            features.extend(output.pooler_output)
+            for layer, added in enumerate(output.get("deepstack_features", ())):
+                by_layer.setdefault(layer, []).extend(added)
         index = images.patch_index
-        features_MD = _join([output.pooler_output for output in outputs]).to(embeddings_1TD.dtype)
+        features_1MD = _join(features)[None].to(embeddings_1TD.dtype)
         inputs: dict[str, Any] = {
-            "inputs_embeds": embeddings_1TD.index_copy(1, index, features_MD[None])
+            "inputs_embeds": embeddings_1TD.index_copy(1, index, features_1MD)
         }
-        if "deepstack_features" in outputs[0]:
+        if by_layer:
             # Added to hidden states of the first layers (DeepStack, arXiv 2406.04334), in the order of the row.
             is_image_1T = torch.zeros_like(input_ids, dtype=torch.bool)
             inputs["visual_pos_masks"] = is_image_1T.index_fill(1, index, True)
-            by_layer = zip(*(output.deepstack_features for output in outputs), strict=True)
             inputs["deepstack_visual_embeds"] = [
-                _join(features)[index.argsort()] for features in by_layer
+                _join(added)[index.argsort()] for added in by_layer.values()
             ]
         return inputs
 
     def _model_inputs(
         self, pixel_values: NDArray[np.float32], grid_thw: NDArray[np.int64]
-    ) -> list[dict[str, NDArray[Any]]]:
+    ) -> list[dict[str, Any]]:
         """Return patches and grids of images as the model takes them, in one call or one for each image."""
         if self._layout == "grid":
             return [{"pixel_values": pixel_values, "image_grid_thw": grid_thw}]
@@ -172,7 +181,7 @@ class Vision:
             return [{"pixel_values": squares}]
         if self._layout == "nested tiles":
             return [{"pixel_values": squares[None]}]
-        calls: list[dict[str, NDArray[Any]]] = []
+        calls: list[dict[str, Any]] = []
         ends = grid_thw.prod(1).cumsum()
         for patches, (_, rows, columns) in zip(np.split(squares, ends[:-1]), grid_thw, strict=True):
             image = patches.reshape(rows, columns, *squares.shape[1:]).transpose(2, 0, 3, 1, 4)
@@ -247,16 +256,14 @@ def _check_whole(sample: Sample, image_index: list[NDArray[np.int64]]) -> None:
 
 def _tokens_per_tile(model: Any) -> int:
     """Return how many image tokens of a prompt a square image of the tower's size takes."""
-    for source in (model.config, model.base_model):
-        for name in ("mm_tokens_per_image", "image_seq_length", "image_seq_len"):
-            if hasattr(source, name):
-                return getattr(source, name)
-    raise AssertionError(type(model))
+    config = model.config
+    count = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", 0)
+    return count or model.base_model.image_seq_len
 
 
-def _join(features: Sequence[Any]) -> torch.Tensor:
-    """Return the features [M, D] of all images, which transformers returns for each or in tensors of several."""
-    return torch.cat([part.flatten(0, -2) for parts in features for part in parts])
+def _join(features: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the features [M, D] of all images, of tensors [..., D] for each image or tile."""
+    return torch.cat([part.flatten(0, -2) for part in features])
 
 
 def _sequence_to(batch: PackedBatch, last: int) -> NDArray[np.int64]:

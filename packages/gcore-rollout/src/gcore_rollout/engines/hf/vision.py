@@ -54,7 +54,8 @@ def embed_images(
     offsets = np.zeros(len(samples), np.int64)
     image_places: list[NDArray[np.int64]] = []
     blocks: list[tuple[int, int, int]] = []
-    outputs: list[Any] = []
+    features: list[torch.Tensor] = []
+    by_layer: dict[int, list[torch.Tensor]] = {}
     start = 0
     for i, sample in enumerate(samples):
         request = sample.request
@@ -63,17 +64,20 @@ def embed_images(
             # Other image tokens are text: the policy wrote them.
             prompt = np.array(request.prompt_token_ids)
             index = processor.find_images(prompt.tolist(), request.images, request.image_starts)
-            for inputs in processor.model_inputs(request.images):
-                inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-                outputs.append(base.get_image_features(**inputs, return_dict=True))
+            calls = processor.model_inputs(request.images)
+            for call in calls:
+                inputs = {name: tensor.to(device) for name, tensor in call.items()}
+                output = base.get_image_features(**inputs, return_dict=True)
+                features.extend(output.pooler_output)
+                for layer, added in enumerate(output.get("deepstack_features", ())):
+                    by_layer.setdefault(layer, []).extend(added)
             if has_axes:
-                grid_thw = torch.from_numpy(processor.process(request.images).grid_thw)
                 is_image = np.zeros((1, prompt.size), np.int64)
                 is_image[0, np.concatenate(index)] = 1
                 prompt_positions, offset = base.get_rope_index(
                     torch.from_numpy(prompt)[None],
                     mm_token_type_ids=torch.from_numpy(is_image),
-                    image_grid_thw=grid_thw,
+                    image_grid_thw=calls[0]["image_grid_thw"],
                 )
                 offsets[i] = int(offset)
                 here = positions[:, start : start + length]
@@ -85,20 +89,18 @@ def embed_images(
         start += length
     where = torch.from_numpy(np.concatenate(image_places)).to(device)
     embeddings = model.get_input_embeddings()(tokens)
-    features = _join([output.pooler_output for output in outputs])
-    embeddings[where] = features.to(embeddings.dtype)
+    embeddings[where] = _join(features).to(embeddings.dtype)
     decoder_inputs: dict[str, Any] = {"inputs_embeds": embeddings[None]}
-    if "deepstack_features" in outputs[0]:
+    if by_layer:
         # Added to hidden states of the first layers (DeepStack, arXiv 2406.04334).
         is_image_1T = torch.zeros_like(tokens, dtype=torch.bool)[None]
         decoder_inputs["visual_pos_masks"] = is_image_1T.index_fill(1, where, True)
-        by_layer = zip(*(output.deepstack_features for output in outputs), strict=True)
-        decoder_inputs["deepstack_visual_embeds"] = [_join(features) for features in by_layer]
+        decoder_inputs["deepstack_visual_embeds"] = [_join(added) for added in by_layer.values()]
     return PromptEmbeddings(
         inputs=decoder_inputs, positions=positions, offsets=offsets, blocks=blocks
     )
 
 
-def _join(features: Sequence[Any]) -> torch.Tensor:
-    """Return the features [M, D] of all images, which transformers returns for each or in tensors of several."""
-    return torch.cat([part.flatten(0, -2) for parts in features for part in parts])
+def _join(features: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the features [M, D] of all images, of tensors [..., D] for each image or tile."""
+    return torch.cat([part.flatten(0, -2) for part in features])
