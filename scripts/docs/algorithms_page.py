@@ -105,14 +105,18 @@ def option_rows(name: str, function: Callable[..., Any]) -> str:
     return "".join(rows)
 
 
+def estimator_function(name: str) -> Callable[..., Any]:
+    return get_advantage_estimator(name).function
+
+
 def tables() -> str:
     """Return the tables of losses, of estimators and of options."""
     methods = ""
     options = "| of | option | accepted | default |\n|---|---|---|---|\n"
     options += option_rows("echo", echo.echo)
-    for title, setting, registry, package in (
-        ("Losses", "loss_mode", POLICY_LOSSES, "losses.policy"),
-        ("Advantages", "adv_estimator", ESTIMATORS, "advantages.estimators"),
+    for title, setting, registry, get_function in (
+        ("Losses", "loss_mode", POLICY_LOSSES, get_policy_loss),
+        ("Advantages", "adv_estimator", ESTIMATORS, estimator_function),
     ):
         methods += (
             f"\n## {title}\n\n| method | source | file | compared with | largest difference |\n"
@@ -121,11 +125,9 @@ def tables() -> str:
         if setting == "loss_mode":
             methods += row(setting, "echo", echo)
         for name in registry.names:
-            methods += row(setting, name, import_module(f"gcore_trainer.{package}.{name}"))
-            if setting == "loss_mode":
-                options += option_rows(name, get_policy_loss(name))
-            else:
-                options += option_rows(name, get_advantage_estimator(name).function)
+            function = get_function(name)
+            methods += row(setting, name, import_module(function.__module__))
+            options += option_rows(name, function)
     return f"{methods}\n## Options\n\n{options}\n"
 
 

@@ -21,7 +21,6 @@ from trainer_oracles import (
 
 from gcore_trainer import (
     BatchError,
-    Images,
     OptimizerConfig,
     PolicyLossConfig,
     PolicyObjective,
@@ -95,20 +94,3 @@ def test_what_cannot_be_predicted_is_refused() -> None:
         BatchError, match=r"forks\[2\] is \[22, -2\] and the mask of token 22 is True"
     ):
         replace(tree, environment_mask=~tree.mask)
-    images = Images(
-        pixel_values=np.zeros((4, 8), np.float32),
-        grid_thw=np.array([[1, 2, 2]]),
-        starts=np.array([9]),
-    )
-    sample = Sample(
-        prompt_ids=np.arange(5),
-        response_ids=np.arange(9),
-        advantages=np.ones(9, np.float32),
-        images=images,
-    )
-    objective = PolicyObjective(LOSS, {"echo_coef": COEF})
-    with pytest.raises(
-        BatchError, match="expected them in prompts alone with the option echo_coef"
-    ):
-        objective.check([[sample]])
-    objective.check([[replace(sample, images=replace(images, starts=np.array([2])))]])

@@ -124,7 +124,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         ),
         (
             ["--algorithm.options.echo-coef", "0.05", "--rollout.agent.run", "a.py:f"],
-            "algorithm.filter_groups is true; expected false with algorithm.options.echo_coef, by which every",
+            "algorithm.filter_groups is true; expected false with algorithm.options.echo_coef, from which every group",
         ),
         (
             ["--actor.loss.loss-mode", "sapo", "--algorithm.options.tau-pos", "many"],

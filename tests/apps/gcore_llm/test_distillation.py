@@ -10,8 +10,9 @@ import torch
 from command_line import Cli, assert_same_metrics, read_rows, step_rows, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gcore_llm.config import AlgorithmConfig, RolloutConfig, TrainConfig
-from gcore_llm.sections import DataConfig, DistillationConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.learning.config import AlgorithmConfig, DistillationConfig
+from gcore_llm.sections import DataConfig
 from gcore_llm.simulate import SimulatedConfig
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import UserError

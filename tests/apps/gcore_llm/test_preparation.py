@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gcore_controller.runtimes.inline import run_inline
-from gcore_llm.config import AlgorithmConfig
+from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.learning.preparation import has_signal, prepare, unscored_samples
 from gcore_rollout import Completion, Group
 from gcore_rollout.groups import share_prompt
@@ -195,7 +195,7 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
                 "rollout_log_probs",
                 "ref_log_probs",
                 "values",
-                "squared_norms",
+                "sharp_log_probs",
             )
         }
 

@@ -12,9 +12,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, GPT2Config, Qwen3Config
 
 from gcore_llm import training
-from gcore_llm.config import AlgorithmConfig, RolloutConfig, TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.finetune.tokens import Encoder
+from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.prompts import PromptSets, check_lengths, load_files, longest_sequence
 from gcore_llm.sampling import engine_factory
 from gcore_llm.sections import CriticConfig, DataConfig, TaskConfig

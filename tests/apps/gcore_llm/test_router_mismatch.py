@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gcore_llm.config import AlgorithmConfig
+from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.learning.preparation import unscored_samples
 from gcore_rollout import (
     Completion,

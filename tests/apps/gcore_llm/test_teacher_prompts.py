@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_llm.config import AlgorithmConfig, TrainConfig
+from gcore_llm.config import TrainConfig
+from gcore_llm.learning.config import AlgorithmConfig, DistillationConfig
 from gcore_llm.learning.preparation import unscored_samples
-from gcore_llm.learning.teacher_prompts import TeacherPrompts, check_columns
-from gcore_llm.sections import DataConfig, DistillationConfig
+from gcore_llm.learning.teacher_prompts import check_columns, count_teacher_tokens, show_to_teachers
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS, tiny_tokenizer
 from gcore_rollout import Completion, Group, Prompt
 from gcore_runs import UserError
@@ -48,12 +48,11 @@ def seen_by_teachers(
 ) -> list[tuple[str, list[str]]]:
     """Each prompt that teachers see, and the responses that they see after it."""
     samples = [unscored_samples(group, AlgorithmConfig())]
-    prompts = TeacherPrompts(template=template, data=DataConfig(), max_tokens=max_tokens)
-    taught = prompts.apply([group], samples, tokenizer)
+    algorithm = AlgorithmConfig(filter_groups=False)
+    config = TrainConfig(algorithm=algorithm, distillation=DistillationConfig(prompt=template))
+    taught = show_to_teachers([group], samples, tokenizer, config, max_tokens=max_tokens)
     seen: list[tuple[str, list[str]]] = []
-    for sub_group, seen_samples, written in zip(
-        taught.groups, taught.seen, taught.written, strict=True
-    ):
+    for sub_group, seen_samples, written in taught:
         texts: list[str] = []
         for response, sample, own in zip(sub_group.responses, seen_samples, written, strict=True):
             assert any(own is s for s in samples[0])
@@ -119,7 +118,9 @@ def test_a_column_that_no_row_has_is_refused() -> None:
         distillation=DistillationConfig(prompt="{prompt} {hint} {feedback}"),
     )
     prompts = [Prompt(text="1+1=", token_ids=(4, 5), row=ANY)]
-    message = r"distillation.prompt has the field {hint}; expected feedback, success, or one of the columns prompt, a"
+    message = (
+        r"distillation.prompt has the field {hint}; expected answer, feedback, prompt, success"
+    )
     with pytest.raises(UserError, match=message):
         check_columns(config, prompts)
     check_columns(config, [*prompts, Prompt(text="", token_ids=(4,), row={"hint": "2"})])
@@ -135,7 +136,5 @@ def test_prompts_fit_the_model_and_its_micro_batches(tiny: Path) -> None:
     distillation = DistillationConfig(prompt="{answer}")
     algorithm = AlgorithmConfig(filter_groups=False)
     config = TrainConfig(model=str(tiny), algorithm=algorithm, distillation=distillation)
-    prompts = TeacherPrompts.of(config)
-    assert prompts is not None
-    assert prompts.max_tokens == MAX_POSITION_EMBEDDINGS < config.actor.ppo_max_token_len
-    assert TeacherPrompts.of(TrainConfig(model=str(tiny))) is None
+    max_tokens = count_teacher_tokens(config)
+    assert max_tokens == MAX_POSITION_EMBEDDINGS < config.actor.ppo_max_token_len

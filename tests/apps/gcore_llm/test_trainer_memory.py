@@ -14,7 +14,8 @@ import torch
 from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import AlgorithmConfig, TrainConfig
+from gcore_llm.config import TrainConfig
+from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.learning.device_plan import (
     check_host_fits,
     choose_checkpointing,

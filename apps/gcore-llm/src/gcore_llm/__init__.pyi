@@ -1,6 +1,5 @@
 from .cli import embedded as embedded, own_data as own_data
 from .config import (
-    AlgorithmConfig as AlgorithmConfig,
     RolloutConfig as RolloutConfig,
     TrainConfig as TrainConfig,
 )
@@ -12,6 +11,7 @@ from .finetune.config import (
     SFTRunConfig as SFTRunConfig,
 )
 from .finetune.run import fine_tune as fine_tune
+from .learning.config import AlgorithmConfig as AlgorithmConfig
 from .sections import (
     ActorConfig as ActorConfig,
     ActorOptimConfig as ActorOptimConfig,

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
 from gcore_llm.evaluation.config import ValConfig
+from gcore_llm.learning.config import AlgorithmConfig, DistillationConfig
 from gcore_llm.sections import (
     ActorConfig,
     ActorOptimConfig,
     CriticConfig,
     DataConfig,
-    DistillationConfig,
     JudgeConfig,
     RewardCallsConfig,
     RewardModelConfig,
@@ -26,7 +25,6 @@ from gcore_rollout import reward_names
 from gcore_runs import (
     BEST_SETTINGS,
     Amount,
-    BaseAlgorithmConfig,
     BaseRLConfig,
     BaseRolloutConfig,
     Bound,
@@ -42,14 +40,8 @@ from gcore_runs import (
 from gcore_runs.settings.checks import ABOVE_0, IS_SET, IS_TRUE, override
 from gcore_runs.settings.sections import BACKEND_SETTINGS, EngineConfig
 from gcore_trainer import (
-    AdvantageEstimator,
-    ConfigError,
-    KLControlConfig,
-    OverlongConfig,
-    RolloutCorrectionConfig,
     get_advantage_estimator,
     get_policy_loss,
-    options_type,
 )
 
 
@@ -111,68 +103,6 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     def weights_dir(self) -> str:
         """The folder through which servers get new weights; empty: there are no servers."""
         return str(self.engine_options.get("weights_dir", "")) if self.is_on_servers else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig(BaseAlgorithmConfig):
-    """From scores to advantages.
-
-    Example:
-        >>> AlgorithmConfig(adv_estimator="gae", options={"lam": 0.95}).estimator.needs_critic
-        True
-    """
-
-    adv_estimator: str = "grpo"
-    """How scores become advantages: against the group (grpo, dr_grpo, gdpo, rloo, reinforce_plus_plus_baseline, opo,
-    maxrl, grpo_passk, optimal_token_baseline), turns against those at the same state (gigpo), a greedy response
-    (remax), the batch (reinforce_plus_plus) or a critic (gae); not at all, with teachers alone (distillation); or by
-    your own function (PATH.py:function)."""
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, and of what is added to every loss
-    (echo_coef), listed in docs/reference/algorithms.md; on the command line --algorithm.options.NAME and a value."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    old_log_probs: Literal["rollout", "trainer"] = "rollout"
-    """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
-    max_rollout_kl: Amount = 0.01
-    """A line on the screen warns when engine and trainer, with the same weights, differ by more nats: per token
-    (training/rollout_k3_kl, of a sample of each step's responses) or position (training/rollout_distribution_kl); 0:
-    they are not compared."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Raises for an estimator that there is not, and for values of its options.
-        assert self.advantage_options is not None
-
-    @property
-    def estimator(self) -> AdvantageEstimator:
-        """The advantage estimator, with what it needs; `UserError` if there is none of this name."""
-        try:
-            return get_advantage_estimator(self.adv_estimator)
-        except ConfigError as error:
-            raise UserError(f"algorithm.{error}") from None
-
-    @cached_property
-    def advantage_options(self) -> Mapping[str, Any]:
-        """The options of the advantage estimator; `UserError` if a value does not fit."""
-        return self._read_options(options_type(self.estimator.function))
-
-    @property
-    def learns_environment(self) -> bool:
-        """True if the policy learns to predict its environment, whatever the advantages are."""
-        return bool(self.options.get("echo_coef"))
-
-    def loss_options(self, loss_mode: str) -> dict[str, Any]:
-        """Return the options of the policy loss of this name and its terms; `UserError` if a value does not fit."""
-        # It needs torch, which reading settings does not.
-        from gcore_trainer import PolicyObjective
-
-        return self._read_options(PolicyObjective.options_type(loss_mode))
-
-    def _read_options(self, kind: type[Any]) -> dict[str, Any]:
-        own = {f.name: self.options[f.name] for f in fields(kind) if f.name in self.options}
-        return asdict(override(kind, own, "algorithm.options"))
 
 
 _NEEDS_CRITIC = Bound(
@@ -365,9 +295,9 @@ class TrainConfig(BaseRLConfig):
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
         rollout.agent.check_with(self)
         several_turns = "several turns" if rollout.has_several_turns else ""
-        greedy = ""
-        if algorithm.estimator.needs_greedy:
-            greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
+        estimator = f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
+        greedy = estimator if algorithm.estimator.needs_greedy else ""
+        squares = estimator if algorithm.estimator.needs_squared_norms else ""
         trainer = self.trainer
         overlapped = f"trainer.schedule {trainer.schedule!r}" if trainer.schedule != "sync" else ""
         simulated = "a simulation" if self.is_simulated else ""
@@ -391,32 +321,33 @@ class TrainConfig(BaseRLConfig):
                 overlapped: "which samples while it trains",
                 simulated: "whose roles have devices of their own",
             }
+        if algorithm.filter_groups:
+            taught = ""
+            if self.distillation.is_used:
+                taught = "distillation.teachers or distillation.prompt"
+            elif algorithm.learns_environment:
+                taught = "algorithm.options.echo_coef"
+            reason = "from which every group learns"
+            conflicts["algorithm.filter_groups", "false"] = {taught: reason}
         if self.distillation.prompt:
             images = f"data.image_key {self.data.image_key!r}" if self.data.image_key else ""
             conflicts["distillation.prompt", "''"] = {
                 several_turns: "whose conversation is not one prompt's",
                 images: "whose images the text has no place for",
             }
-        if algorithm.estimator.needs_squared_norms:
-            estimator = f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
-            is_engines = algorithm.old_log_probs == "rollout"
-            conflicts["algorithm.old_log_probs", "'trainer'"] = {
-                estimator if is_engines else "": "which needs probabilities of all tokens"
-            }
-            conflicts["algorithm.rollout_correction.rollout_is", "none"] = {
-                estimator
-                if algorithm.rollout_correction.rollout_is
-                else "": "which weighs without it"
-            }
+        if algorithm.old_log_probs == "rollout":
+            reason = "which needs probabilities of all tokens"
+            conflicts["algorithm.old_log_probs", "'trainer'"] = {squares: reason}
+        if algorithm.rollout_correction.rollout_is:
+            reason = "which has no importance weights"
+            conflicts["algorithm.rollout_correction.rollout_is", "none"] = {squares: reason}
         for (name, accepted), reasons in conflicts.items():
             # A condition that does not hold is empty.
             for condition, reason in reasons.items():
                 self.require(name, not condition, f"{accepted} with {condition}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, compares=self.reward_model.compares)
-        self.distillation.check_with(
-            algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated
-        )
+        self.distillation.check_with(algorithm.adv_estimator, is_simulated=self.is_simulated)
         if not algorithm.rollout_correction.is_active:
             rollout.check_precision()
         self._check_memory_settings()
@@ -533,17 +464,10 @@ class TrainConfig(BaseRLConfig):
         for name, value in algorithm.options.items():
             if name not in known:
                 raise UserError(f"algorithm.options.{name} is {value!r}; expected {expected}")
-        if not algorithm.learns_environment:
-            return
-        if not self.rollout.has_several_turns:
+        if algorithm.learns_environment and not self.rollout.has_several_turns:
             raise UserError(
                 f"algorithm.options.echo_coef is {algorithm.options['echo_coef']}; expected 0 without rollout.agent or "
                 "rollout.multi_turn, whose environment's tokens it is for"
-            )
-        if algorithm.filter_groups:
-            raise UserError(
-                "algorithm.filter_groups is true; expected false with algorithm.options.echo_coef, by which every "
-                "group is learned from"
             )
 
     def _check_group(self) -> None:
@@ -574,23 +498,23 @@ class TrainConfig(BaseRLConfig):
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for optimizers and compilation that do not fit other settings of memory."""
         is_torch = self.trainer.backend == "torch"
+        with_backend = f"with trainer.backend {self.trainer.backend!r}"
         optimizers = {"actor": self.actor.optim, "critic": self.critic_optimizer}
         for role, optimizer in optimizers.items():
             if not is_torch and optimizer.name != "adamw":
                 raise UserError(
-                    f"{role}.optim.name is {optimizer.name!r}; expected 'adamw' with trainer.backend "
-                    f"{self.trainer.backend!r}"
+                    f"{role}.optim.name is {optimizer.name!r}; expected 'adamw' {with_backend}"
                 )
         share = self.actor.enable_gradient_checkpointing
         self.require(
             "actor.enable_gradient_checkpointing",
             is_torch or share in (True, False, "auto"),
-            f"auto, true or false with trainer.backend {self.trainer.backend!r}",
+            f"auto, true or false {with_backend}",
         )
         self.require(
             "actor.offload",
             is_torch or self.actor.offload != "all",
-            f"'none' or 'optimizer' with trainer.backend {self.trainer.backend!r}",
+            f"'none' or 'optimizer' {with_backend}",
         )
         offloads = self.actor.compile and self.actor.activation_offload
         self.require(

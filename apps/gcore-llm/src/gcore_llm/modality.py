@@ -42,7 +42,7 @@ from gcore_llm.learning.preparation import (
     split_in_micro_batches,
     unscored_samples,
 )
-from gcore_llm.learning.teacher_prompts import TaughtResponses, TeacherPrompts
+from gcore_llm.learning.teacher_prompts import count_teacher_tokens, show_to_teachers
 from gcore_llm.learning.trainer_worker import (
     SHARP_ACTOR,
     has_critic,
@@ -131,7 +131,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._has_critic = has_critic(config)
         self._has_reference = has_reference(config)
         self._distillation = config.distillation
-        self._teacher_prompts = TeacherPrompts.of(config)
+        self._teacher_tokens = count_teacher_tokens(config) if config.distillation.prompt else 0
         self._keeps_cache = config.trainer.schedule == "async"
         self._probed_schedule = config.trainer.schedule if config.algorithm.max_rollout_kl else None
         self._history = LengthHistory()
@@ -380,20 +380,18 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             ):
                 sample.old_log_probs = log_probs
                 sample.routed_experts = experts
-        elif needs_old:
-            for sample, log_probs in await self._scores(ctx, "actor", micro_batches):
-                sample.old_log_probs = log_probs
+        field_of_role: dict[str, str] = {}
+        if needs_old and self._config.actor.router_replay == "disabled":
+            field_of_role["actor"] = "old_log_probs"
         if self._config.algorithm.estimator.needs_squared_norms:
-            for sample, sharp in await self._scores(ctx, SHARP_ACTOR, micro_batches):
-                assert sample.old_log_probs is not None
-                squares = np.exp(2 * sample.old_log_probs - sharp)
-                sample.squared_norms = 1 - 2 * np.exp(sample.old_log_probs) + squares
+            field_of_role[SHARP_ACTOR] = "sharp_log_probs"
         if self._has_reference:
-            for sample, log_probs in await self._scores(ctx, "reference", micro_batches):
-                sample.ref_log_probs = log_probs
+            field_of_role["reference"] = "ref_log_probs"
         if self._has_critic:
-            for sample, values in await self._scores(ctx, "critic", micro_batches):
-                sample.values = values
+            field_of_role["critic"] = "values"
+        for role, name in field_of_role.items():
+            for sample, scores in await self._scores(ctx, role, micro_batches):
+                setattr(sample, name, scores)
 
     async def _scores(
         self,
@@ -413,27 +411,26 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
     ) -> list[list[NDArray[np.floating] | None]]:
         """Return the mean of the teachers' log-probs, [R] of each sample; None where a prompt has no teacher."""
-        taught = TaughtResponses(groups=groups, seen=samples, written=samples)
-        if self._teacher_prompts is not None:
-            taught = self._teacher_prompts.apply(groups, samples, ctx.roles.tokenizer)
-        seen_samples = chain.from_iterable(taught.seen)
-        keys = dict(zip(map(id, seen_samples), map(id, chain(*taught.written)), strict=True))
+        taught = show_to_teachers(
+            groups, samples, ctx.roles.tokenizer, self._config, max_tokens=self._teacher_tokens
+        )
         means: dict[int, NDArray[np.floating]] = {}
         for role in self._distillation.roles or ("actor",):
-            share_of: dict[int, float] = {}
+            targets: dict[int, tuple[int, float]] = {}
             role_groups: list[Group] = []
             role_samples: list[list[Sample]] = []
-            for group, group_samples in zip(taught.groups, taught.seen, strict=True):
+            for group, seen, written in taught:
                 source = str(group.columns.get(self._distillation.source_key, ""))
                 share = self._distillation.shares(source).get(role)
                 if share:
-                    share_of |= dict.fromkeys(map(id, group_samples), share)
+                    for sample, own in zip(seen, written, strict=True):
+                        targets[id(sample)] = id(own), share
                     role_groups.append(group)
-                    role_samples.append(group_samples)
+                    role_samples.append(seen)
             micro_batches = self._micro_batches(ctx, role_groups, role_samples)
             for sample, log_probs in await self._scores(ctx, role, micro_batches):
-                key = keys[id(sample)]
-                weighted = share_of[id(sample)] * log_probs
+                key, share = targets[id(sample)]
+                weighted = share * log_probs
                 means[key] = means[key] + weighted if key in means else weighted
         return [[means.get(id(sample)) for sample in group_samples] for group_samples in samples]
 

@@ -3,7 +3,6 @@
 import math
 import re
 import shutil
-import string
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,9 +32,6 @@ from gcore_trainer import (
 )
 
 _ADAPTER_FILE = "adapter_config.json"
-ANY_SOURCE = "*"
-OF_RESPONSES = ("feedback", "success")
-"""Fields of distillation.prompt that are no columns."""
 _OURS = ("add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools")
 """Arguments of a template that gcore gives itself."""
 _WEIGHT = Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")
@@ -44,21 +40,6 @@ _SHARE = Bound(
     lambda share: share == "auto" or 0 <= share <= 1, "auto, true, false, or a share in [0, 1]"
 )
 _PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-def template_fields(template: str) -> list[str]:
-    """Return the names in the braces of a template; none if it has others than names, or braces that do not match."""
-    try:
-        fields = [field for _, field, *_ in string.Formatter().parse(template) if field is not None]
-    except ValueError:
-        return []
-    return fields if all(map(str.isidentifier, fields)) else []
-
-
-_TEMPLATE = Bound(
-    lambda template: not template or template_fields(template),
-    "text with {COLUMN}, {feedback} or {success} in it, and other braces doubled",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,93 +233,6 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
     """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
     by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
     new weights come in the middle of responses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillationConfig(Checked, section="distillation"):
-    """Teachers, whose log-probabilities of the policy's own responses the policy learns from.
-
-    Example:
-        >>> own = DistillationConfig(prompt="{prompt} The solution is {answer}.")
-        >>> own.shares("any")  # the policy itself, by its role in training
-        {'actor': 1.0}
-        >>> own.columns
-        ['prompt', 'answer']
-    """
-
-    teachers: tuple[str, ...] = ()
-    """Models, by folder or by name, with the policy's tokenizer: the reverse KL divergence to them falls, token by
-    token; with algorithm.adv-estimator distillation no reward is needed, with others it is added to the advantages."""
-    coef: Positive = 1.0
-    """Weight of that divergence next to the advantages of algorithm.adv-estimator."""
-    weights: tuple[Positive, ...] = ()
-    """Weight of each teacher's divergence, of which those for a prompt are divided by their sum; empty: all alike."""
-    sources: tuple[str, ...] = ()
-    """For each teacher, the source of the prompts that it teaches, or * for all; empty: all teach all prompts. Prompts
-    of other sources learn from rewards alone."""
-    source_key: str = "data_source"
-    prompt: Annotated[str, _TEMPLATE] = ""
-    """What teachers see in place of the prompt, or of its last message: a text with columns of the row, such as
-    '{prompt} The solution is {answer}.', with {feedback} of the reward, or with {success}, the group's best response if
-    it is better. Responses without one of these are not taught. Without distillation.teachers the policy is its own
-    teacher: self-distillation. Empty: the prompt."""
-    """Column that names a prompt's source, with distillation.sources."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("weights", "sources"):
-            count = len(getattr(self, name))
-            self.require(
-                name,
-                count in (0, len(self.teachers)),
-                f"none, or {len(self.teachers)}, one for each teacher",
-            )
-
-    def check_with(self, adv_estimator: str, filter_groups: bool, *, is_simulated: bool) -> None:
-        """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
-        if self.is_used and filter_groups:
-            raise UserError(
-                "algorithm.filter_groups is true; expected false with distillation.teachers or distillation.prompt, "
-                "from which every group learns"
-            )
-        if not self.is_used and adv_estimator == "distillation":
-            raise UserError(
-                "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers and "
-                "distillation.prompt"
-            )
-        for name in ("teachers", "prompt"):
-            is_set = bool(getattr(self, name))
-            self.require(name, not (is_set and is_simulated), "none in a simulation")
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self.teachers or self.prompt)
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns that are read of a row."""
-        names = [name for name in template_fields(self.prompt) if name not in OF_RESPONSES]
-        if self.sources:
-            names.append(self.source_key)
-        return names
-
-    @property
-    def roles(self) -> dict[str, str]:
-        """The teachers by the names of their roles."""
-        return {f"teacher-{number}": folder for number, folder in enumerate(self.teachers)}
-
-    def shares(self, source: str) -> dict[str, float]:
-        """Return the weights of the teachers of a source's prompts, by role; they sum to 1."""
-        sources = self.sources or [ANY_SOURCE] * len(self.teachers)
-        weights = self.weights or [1.0] * len(self.teachers)
-        teachers = zip(self.roles, weights, sources, strict=True)
-        role_weights = {
-            role: weight for role, weight, taught in teachers if taught in (ANY_SOURCE, source)
-        }
-        total = sum(role_weights.values())
-        return {role: weight / total for role, weight in role_weights.items()}
-        if not self.teachers:
-            return {"actor": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)

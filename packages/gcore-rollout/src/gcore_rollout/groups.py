@@ -43,7 +43,7 @@ class Group:
     images: PromptImages | None = None
     """Images of the prompt."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Those of the prompt's row in `Generation.columns`: lists, such as chat messages, and anything else as text."""
+    """The prompt's row in `Generation.columns`: lists, such as chat messages, and anything else as text."""
     running_version: int | None = None
     """The weights that its episodes started with, while some are running; None: none is to be continued."""
 
@@ -132,7 +132,7 @@ class Group:
         images = fields.pop("images", None)
         images = images and PromptImages.from_state(images)
         if "source" in fields:
-            # By versions that kept one column.
+            # Of earlier versions.
             fields["columns"] = {"data_source": fields.pop("source")}
         return cls(prompt_index=prompt_index, responses=responses, images=images, **fields)
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -39,18 +38,23 @@ class Registry:
         self._setting = setting
 
     @cached_property
-    def names(self) -> list[str]:
-        """Names of the built-in algorithms; none of their files is imported."""
+    def _modules(self) -> dict[str, str]:
         spec = importlib.util.find_spec(self._package)
         assert spec is not None
-        return sorted(
-            module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)
-        )
+        assert spec.origin is not None
+        root = Path(spec.origin).parent
+        files = [file.relative_to(root).with_suffix("") for file in root.rglob("[a-z]*.py")]
+        return {file.name: ".".join((self._package, *file.parts)) for file in files}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the built-in algorithms; none of their files is imported."""
+        return sorted(self._modules)
 
     def load(self, name: str) -> Any:
         """Import a built-in algorithm by its name, or a user's own by ``PATH.py:function``; raise `ConfigError`."""
-        if name in self.names:
-            return getattr(importlib.import_module(f"{self._package}.{name}"), name)
+        if name in self._modules:
+            return getattr(importlib.import_module(self._modules[name]), name)
         file, _, function = name.rpartition(":")
         is_path = file.endswith(".py") and function.isidentifier()
         require(

@@ -23,7 +23,7 @@ _PER_TOKEN = (
     "rollout_is_weights",
     "values",
     "returns",
-    "squared_norms",
+    "sharp_log_probs",
 )
 
 
@@ -157,8 +157,8 @@ class Sample:
     """Under the critic before the step's first update; needed to train it."""
     returns: NDArray[np.float32] | None = None
     """Targets of the critic."""
-    squared_norms: NDArray[np.float32] | None = None
-    """Squared norm of the gradient of each token's log-probability by the logits: 1 - 2 p(y) + sum_v p(v)^2."""
+    sharp_log_probs: NDArray[np.float32] | None = None
+    """As ``old_log_probs``, at half the temperature."""
     routed_experts: NDArray[np.int16] | None = None
     """[num_inputs, L, K] the K experts of the policy that every input token passes through in each of L layers, in the
     order of prompt and response (see `router_replay`): 2 bytes each, 768 bytes a token with 8 experts in 48 layers.
@@ -221,10 +221,7 @@ class Sample:
                 f"forks[{i}] is {forks[i].tolist()}; expected a token from {earliest[i]} to {size - 1}, and an earlier "
                 "one that it follows, -1 for the prompt or -2 for nothing"
             )
-        learned = self.mask
-        if self.environment_mask is not None:
-            learned = learned | self.environment_mask
-        is_bad = (parents == -2) & learned[starts]
+        is_bad = (parents == -2) & (self.mask | self.predicted)[starts]
         if is_bad.any():
             i = int(is_bad.argmax())
             raise BatchError(
@@ -273,6 +270,22 @@ class Sample:
         if self.response_mask is None:
             return _all_count(self.response_ids.size)
         return self.response_mask
+
+    @property
+    def squared_norms(self) -> NDArray[np.floating] | None:
+        """[R] squared norm of each log-probability's gradient by the logits: 1 - 2 p(y) + sum_v p(v)^2."""
+        if self.old_log_probs is None or self.sharp_log_probs is None:
+            return None
+        log_probs = np.where(self.mask, self.old_log_probs, 0.0)
+        squares = np.exp(2 * log_probs - np.where(self.mask, self.sharp_log_probs, 0.0))
+        return 1 - 2 * np.exp(log_probs) + squares
+
+    @property
+    def predicted(self) -> NDArray[np.bool_]:
+        """[R] tokens of the environment that the policy may learn to predict."""
+        if self.environment_mask is None:
+            return np.zeros(self.response_ids.shape, np.bool_)
+        return self.environment_mask
 
     def check_finite(self, name: str, *fields: str) -> None:
         """Apply `require_finite` to per-token arrays, at the tokens that count; None passes."""

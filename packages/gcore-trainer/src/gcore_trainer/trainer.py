@@ -314,9 +314,8 @@ class Trainer(BaseTrainer, ABC):
     ) -> list[list[NDArray[np.float32]]]:
         """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches.
 
-        Args:
-            temperature_scale: the temperature for these, as a multiple of the trainer's. With log-probs l at 1 and m at
-                1/2, exp(2 l - m) is the sum of the squared probabilities of all tokens.
+        ``temperature_scale`` multiplies the temperature. With log-probs l at 1 and m at 1/2, exp(2 l - m) is the sum of
+        the squared probabilities of all tokens.
         """
         self._head.temperature *= temperature_scale
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Collectives
-from gcore_llm.config import AlgorithmConfig
+from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.learning.pieces import list_pieces
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Completion, Group, PromptImages
@@ -32,7 +32,7 @@ from gcore_trainer import (
     overlong_penalty,
 )
 
-_READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "squared_norms")
+_READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "sharp_log_probs")
 """Arrays of a sample that advantages and corrections are made of."""
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
@@ -62,8 +62,8 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
 
 
 def _environment_mask(response: Completion) -> NDArray[np.bool_] | None:
-    """Return which tokens [R] an episode's environment wrote after others; None: there is no environment."""
-    if response.mask is None:
+    """Return which tokens [R] an episode's environment wrote after others; None: none is text to be predicted."""
+    if response.mask is None or response.images is not None:
         return None
     mask = response.weight_versions < 0
     if response.forks is not None:

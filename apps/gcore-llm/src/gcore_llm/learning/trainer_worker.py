@@ -218,17 +218,17 @@ def _build(
     actor = config.actor
     is_actor = role == "actor"
     objective: gcore_trainer.Objective[Any]
+    longest = config.data.max_response_length
     if is_actor:
         optim: ActorOptimConfig = actor.optim
         lora = actor.lora
-        longest = actor.loss.max_response_length or config.data.max_response_length
+        longest = actor.loss.max_response_length or longest
         options = config.algorithm.loss_options(actor.loss.loss_mode)
         loss = replace(actor.loss, max_response_length=longest)
         objective = gcore_trainer.PolicyObjective(loss, options)
     else:
         optim = config.critic_optimizer
         lora = None
-        longest = config.data.max_response_length
         objective = gcore_trainer.ValueObjective(
             replace(config.critic.loss, max_response_length=longest)
         )

@@ -352,7 +352,7 @@ class Completion(AnySample):
     answer: str | None = None
     """The answer that the reward found in the text; see `Scored.answer`."""
     feedback: str = ""
-    """What the reward says of the response; see `Scored.feedback`."""
+    """The reward's text on the response; see `Scored.feedback`."""
 
     @property
     def work(self) -> int:

@@ -210,11 +210,11 @@ def token_weights(
     *,
     totals: BatchTotals,
     like: torch.Tensor,
+    mask: str = "mask",
 ) -> torch.Tensor:
-    """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
-    weights = aggregation_weights(
-        [s.mask for s in samples], mode, totals=totals, max_response_length=longest
-    )
+    """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``; ``mask``: of these tokens."""
+    masks = [getattr(sample, mask) for sample in samples]
+    weights = aggregation_weights(masks, mode, totals=totals, max_response_length=longest)
     return on_device(np.concatenate(weights), like.device)
 
 

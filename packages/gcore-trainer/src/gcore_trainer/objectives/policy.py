@@ -1,13 +1,11 @@
 """The objective of a policy: its losses, and their KL and entropy terms."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, assert_never
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
@@ -26,11 +24,9 @@ from gcore_trainer.objectives.objective import (
     Objective,
     PartialLoss,
     TokenScores,
-    aggregation_weights,
     check_fields,
     field_of,
     mask_of,
-    on_device,
     token_weights,
 )
 from gcore_trainer.sample import MicroBatch, Sample
@@ -251,11 +247,9 @@ class PolicyObjective(Objective[TokenScores]):
                     f"{field} is None for some samples of the step; expected it for all of them or none"
                 )
         check_finite_tokens(micro_batches, *_OPTIONAL)
-        if self._echo_coef:
-            _check_no_later_images(chain.from_iterable(micro_batches))
 
     def has_no_gradient(self, sample: Sample) -> bool:
-        if self._echo_coef and _environment_mask(sample).any():
+        if self._echo_coef and sample.predicted.any():
             return False
         if self._config.kl_loss_coef or self._config.entropy_coeff or sample.advantages is None:
             return super().has_no_gradient(sample)
@@ -317,28 +311,9 @@ class PolicyObjective(Objective[TokenScores]):
     def _echo_loss(
         self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals
     ) -> torch.Tensor:
-        masks = [_environment_mask(sample) for sample in samples]
-        weights = aggregation_weights(masks, "seq-mean-token-mean", totals=totals)
-        device = scores.log_probs.device
-        mask = on_device(np.concatenate(masks), device)
-        log_probs = torch.where(mask, scores.log_probs, 0.0)
-        return echo(
-            log_probs, on_device(np.concatenate(weights), device), echo_coef=self._echo_coef
+        log_probs = scores.log_probs
+        weights = token_weights(
+            samples, "seq-mean-token-mean", None, totals=totals, like=log_probs, mask="predicted"
         )
-
-
-def _environment_mask(sample: Sample) -> NDArray[np.bool_]:
-    """Return which tokens [R] of a sample are the environment's, to be predicted."""
-    if sample.environment_mask is None:
-        return np.zeros(sample.response_ids.shape, np.bool_)
-    return sample.environment_mask
-
-
-def _check_no_later_images(samples: Iterable[Sample]) -> None:
-    """Raise `BatchError` for an image in a response: its tokens stand for patches, and say nothing to be predicted."""
-    for sample in samples:
-        images = sample.images
-        if images is not None and images.count_before(sample.prompt_ids.size) < len(images.patches):
-            raise BatchError(
-                "images are in a response; expected them in prompts alone with the option echo_coef"
-            )
+        log_probs = torch.where(weights > 0, log_probs, 0.0)
+        return echo(log_probs, weights, echo_coef=self._echo_coef)

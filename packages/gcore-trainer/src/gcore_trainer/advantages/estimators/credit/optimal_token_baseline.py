@@ -28,9 +28,7 @@ def optimal_token_baseline(group: ScoredGroup) -> list[NDArray[np.floating]]:
     baselines_T = (returns_NT * weights_NT).sum(0) / (weights_NT.sum(0) + _EPSILON)
     second_longest = sorted([0, *counts])[-2]
     baselines_T[second_longest:] = 0.0
-    advantages: list[NDArray[np.floating]] = []
-    for mask, returns_T in zip(group.masks, returns_NT, strict=True):
-        row = np.zeros(mask.shape)
-        row[mask] = (returns_T - baselines_T)[: mask.sum()]
-        advantages.append(row)
+    advantages = group.at_every_token(np.zeros(len(counts)))
+    for i, mask in enumerate(group.masks):
+        advantages[i][mask] = (returns_NT[i] - baselines_T)[: counts[i]]
     return advantages
