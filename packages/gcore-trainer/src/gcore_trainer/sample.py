@@ -69,7 +69,7 @@ def cut_at_forks(size: int, forks: NDArray[np.int64] | None) -> list[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """Images of a sequence, concatenated as by transformers' image processors of the Qwen-VL models.
+    """Images of a sequence, concatenated: the patches, or square tiles, that transformers' image processors cut.
 
     Example:
         >>> images = Images(pixel_values=np.zeros((16, 1176), np.float32), grid_thw=np.array([[1, 4, 4]]))
@@ -80,7 +80,7 @@ class Images:
     pixel_values: NDArray[np.float32]
     """[patches, features]."""
     grid_thw: NDArray[np.int64]
-    """[images, 3] patches of each image in time, height and width."""
+    """[images, 3] patches of each image in time, height and width; of tiles: their number, 1 and 1."""
     starts: NDArray[np.int64] | None = None
     """[images] where each image starts in prompt and response, ascending; other image tokens are text. None: images are
     the runs of image tokens in the prompt."""
@@ -137,7 +137,7 @@ class Sample:
     """
 
     prompt_ids: NDArray[np.int64]
-    """[P], P >= 1; an image token stands once for each merged patch of an image."""
+    """[P], P >= 1; an image token stands once for each feature of an image."""
     response_ids: NDArray[np.int64]
     """[R], R >= 1."""
     response_mask: NDArray[np.bool_] | None = None

@@ -215,7 +215,7 @@ class Request(AnyRequest):
     completion repeats them, with their log-probs and versions. The request's other samples start from the prompt."""
     images: tuple[bytes, ...] = ()
     """Encoded image files (PNG, JPEG, ...) in the order of their places in the prompt, where the model's image token
-    stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
+    stands once for each feature of an image (see `VisionProcessor.expand`)."""
     image_starts: tuple[int, ...] | None = None
     """First token of each image in the prompt, where other image tokens are text: those that the policy wrote in its
     earlier turns. None: each run of image tokens is an image."""
