@@ -21,7 +21,15 @@ from gcore_llm.cli import parse_train
 from gcore_trainer import PolicyLossConfig, PolicyTokens, ScoredGroup, get_advantage_estimator
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ("checkpoints", "my_advantage", "my_loop", "my_loss", "simulator", "tool_agent")
+NAMES = (
+    "checkpoints",
+    "count_shapes",
+    "my_advantage",
+    "my_loop",
+    "my_loss",
+    "simulator",
+    "tool_agent",
+)
 COMMANDS = {"tool_agent": "uv run gcore-llm train --rollout.agent.run examples/tool_agent.py:agent"}
 """Commands of examples that are no programs; `test_the_example_learns` of `test_agents.py` runs this one."""
 
@@ -38,6 +46,14 @@ gcore_llm.embedded = lambda: recipe
 runpy.run_path(sys.argv[2], run_name="__main__")
 """
 """Runs an example with the embedded model after its warm-up, which the example would make first."""
+
+FEW_STEPS = """
+import runpy
+import sys
+
+runpy.run_path(sys.argv[1])["main"](num_steps=60)
+"""
+"""Runs an example for fewer steps than it has by itself."""
 
 
 def run(name: str, folder: Path, *program: str) -> str:
@@ -123,7 +139,7 @@ def test_a_quick_example_runs(name: str, check: Callable[[str], None], tmp_path:
 def warm_model(shared_cli: Cli) -> Path:
     """The embedded model after its warm-up."""
     steps = ("--trainer.total-training-steps", "1", "--data.train-batch-size", "4")
-    shared_cli.ok("train", "--threads", "1", "--device", "cpu", "--name", "warm", *steps)
+    shared_cli.ok("train", "--threads", "1", "--device", "cpu", "--name", "warm", *steps, "--task.num-val", "16")
     return shared_cli.cwd / "runs/warm/model"
 
 
@@ -134,6 +150,13 @@ def test_an_example_that_trains_learns(name: str, warm_model: Path, tmp_path: Pa
     (greedy_before, greedy_after), (before, after) = accuracies(printed)
     assert greedy_after > greedy_before
     assert after > before
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_count(tmp_path: Path) -> None:
+    [(before, after)] = accuracies(run("count_shapes", tmp_path, "-c", FEW_STEPS))
+    assert before < 0.35, "one of five numbers is right"
+    assert after > max(0.4, before + 0.15)
 
 
 def small(own_args: list[str], folder: Path) -> TrainConfig:
