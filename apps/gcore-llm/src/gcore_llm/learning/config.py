@@ -116,10 +116,10 @@ class DistillationConfig(Checked, section="distillation"):
     """Models, by folder or by name, with the policy's tokenizer: the reverse KL divergence to them falls, token by
     token; with algorithm.adv-estimator distillation no reward is needed, with others it is added to the advantages."""
     prompt: Annotated[str, _TEMPLATE] = ""
-    """What teachers see in place of the prompt, or of its last message: a text with columns of the row, such as
+    """The prompt of teachers, in place of the policy's or of its last message: a text with columns of the row, such as
     '{prompt} The solution is {answer}.', with {feedback} of the reward, or with {success}, the group's best response if
     it is better. Responses without one of these are not taught. Without distillation.teachers the policy is its own
-    teacher: self-distillation. Empty: the prompt."""
+    teacher: self-distillation. Empty: the policy's."""
     coef: Positive = 1.0
     """Weight of that divergence next to the advantages of algorithm.adv-estimator."""
     weights: tuple[Positive, ...] = ()

@@ -300,20 +300,15 @@ class PolicyObjective(Objective[TokenScores]):
             loss = loss + config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
         if self._echo_coef:
-            echo_loss = self._echo_loss(scores, samples, totals)
+            mode = "seq-mean-token-mean"
+            weight_N = token_weights(
+                samples, mode, None, totals=totals, like=current, mask="predicted"
+            )
+            predicted_N = torch.where(weight_N > 0, scores.log_probs, 0.0)
+            echo_loss = echo(predicted_N, weight_N, echo_coef=self._echo_coef)
             loss = loss + echo_loss
             sums["actor/echo_loss"] = echo_loss.detach() / self._echo_coef
         if "rollout_log_probs" in optional:
             difference = (current.exp() - optional["rollout_log_probs"].exp()).abs()
             sums["mean:training/rollout_probs_diff_mean"] = (count * difference).sum()
         return loss, sums
-
-    def _echo_loss(
-        self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals
-    ) -> torch.Tensor:
-        log_probs = scores.log_probs
-        weights = token_weights(
-            samples, "seq-mean-token-mean", None, totals=totals, like=log_probs, mask="predicted"
-        )
-        log_probs = torch.where(weights > 0, log_probs, 0.0)
-        return echo(log_probs, weights, echo_coef=self._echo_coef)
