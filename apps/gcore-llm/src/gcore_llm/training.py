@@ -98,7 +98,8 @@ def train(
         tokenizer = _checked_tokenizer(config)
         prompts = load_prompts(config, tokenizer, progress=supervisor.display.show_count)
         check_lengths(config, prompts)
-        check_columns(config, prompts.train)
+        if config.distillation.prompt:
+            check_columns(config, prompts.train)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
         if config.device.startswith("cuda"):
