@@ -156,7 +156,7 @@ def summarise_curves(curves: Sequence[Figures]) -> Row:
     """Return the accuracy after each evaluated step and the steps to `ACCURACIES`, as means and ranges over seeds."""
     row: Row = {}
     for step in curves[0]:
-        row[step] = format_range([curve[step] for curve in curves], ".3f")
+        row[step] = format_range([curve[step] for curve in curves], ".2f")
     for accuracy in ACCURACIES:
         first_steps: list[int] = []
         for curve in curves:
