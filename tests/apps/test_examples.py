@@ -139,7 +139,8 @@ def test_a_quick_example_runs(name: str, check: Callable[[str], None], tmp_path:
 def warm_model(shared_cli: Cli) -> Path:
     """The embedded model after its warm-up."""
     steps = ("--trainer.total-training-steps", "1", "--data.train-batch-size", "4")
-    shared_cli.ok("train", "--threads", "1", "--device", "cpu", "--name", "warm", *steps, "--task.num-val", "16")
+    sizes = ("--threads", "1", "--device", "cpu", "--task.num-val", "16")
+    shared_cli.ok("train", "--name", "warm", *sizes, *steps)
     return shared_cli.cwd / "runs/warm/model"
 
 

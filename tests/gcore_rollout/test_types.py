@@ -75,6 +75,8 @@ def test_completions_are_kept_as_plain_values() -> None:
         "agents": dict,
         "score": float,
         "parts": dict,
+        "feedback": str,
+        "states": dict,
     }
     for revived in (Completion.from_state(values), pickle.loads(pickle.dumps(cut_short))):
         assert revived.state().keys() == values.keys()
@@ -105,10 +107,10 @@ def test_groups_of_older_checkpoints_are_read() -> None:
         "source": "math",
     }
     whole = Group.from_state({**state, "responses": [scored, {**scored, "truncated": False}]})
-    assert (whole.prompt_index, whole.greedy_score, whole.source, whole.scores) == (
+    assert (whole.prompt_index, whole.greedy_score, whole.columns, whole.scores) == (
         7,
         1.0,
-        "math",
+        {"data_source": "math"},
         [0.5, 0.5],
     )
     assert [(r.request_id, r.index, r.finish_reason) for r in whole.responses] == [

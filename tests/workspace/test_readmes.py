@@ -108,7 +108,9 @@ CHECKED_ELSEWHERE = {
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"gcore-ckpt import-pt .*": "tests/gcore_ckpt/test_cli.py::test_import_pt",
     r"(uv run )?gcore-bench grpo( --.*)?": f"{BENCH}/test_bench.py::test_bench_measures_gcore_and_trl",
-    r"(uv run )?gcore-bench algorithms( --.*)?": f"{BENCH}/test_bench_algorithms.py::test_a_quick_run_is_not_made_again",
+    r"(uv run )?gcore-bench algorithms( --.*)?": (
+        f"{BENCH}/test_bench_algorithms.py::test_a_quick_run_is_not_made_again"
+    ),
     r"(uv run )?gcore-bench ckpt( --.*)?": f"{BENCH}/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
     r"(uv run )?gcore-bench trainer( --.*)?": f"{BENCH}/test_bench_trainer.py::test_bench_measures_the_trainer",
     r"(uv run )?gcore-bench rollout( --.*)?": f"{BENCH}/test_bench_rollout.py::test_bench_measures_rollouts",

@@ -409,7 +409,7 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
 
 @pytest.mark.slow
 def test_the_example_learns(cli: Cli, tmp_path: Path) -> None:
-    """The command of the README, with two thirds of its steps: a tiny model from nothing, an agent of an SDK, a tool."""
+    """The command of the README, for two thirds of its steps: a tiny model from nothing, an agent, a tool."""
     example = Path(__file__).parents[3] / "examples/tool_agent.py"
     steps = ("--trainer.total-training-steps", "16")
     out = cli.ok("train", "--rollout.agent.run", f"{example}:agent", *steps)

@@ -6,11 +6,8 @@ have the columns `prompt` and `answer`.
 
 from collections.abc import Callable, Mapping
 
-from gcore_llm.config import (
-    AlgorithmConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.sections import ActorConfig, ActorOptimConfig, DataConfig, TrainerConfig
 from gcore_trainer import OverlongConfig, ParallelConfig, PolicyLossConfig
 
