@@ -369,8 +369,9 @@ def _trl_options(config: TrainConfig) -> dict[str, Any]:
             options |= {"loss_type": "cispo", "epsilon_high": 1.0 + loss.clip_ratio_high}
         case "sapo":
             options["loss_type"] = "sapo"
-            for name, tau in algorithm.loss_options("sapo").items():
-                options[name.replace("tau_", "sapo_temperature_")] = tau
+            taus = algorithm.loss_options("sapo")
+            options["sapo_temperature_pos"] = taus["tau_pos"]
+            options["sapo_temperature_neg"] = taus["tau_neg"]
         case _:
             raise UserError(
                 f"actor.loss.loss_mode is {loss.loss_mode!r}; expected vanilla, gspo, cispo or sapo"

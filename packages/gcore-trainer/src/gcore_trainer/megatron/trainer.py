@@ -140,7 +140,6 @@ class MegatronTrainer(Trainer):
         self._device = device
         self._path = Path(path)
         self._base = str(path)
-        self._head = self
         self._architecture = architecture
         self.temperature = temperature
         self._parallel = parallel
@@ -209,6 +208,10 @@ class MegatronTrainer(Trainer):
             share_prefix=share_prefix,
             replay_routing=not self._has_value_head,
         )
+
+    @property
+    def _head(self) -> "MegatronTrainer":
+        return self
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         if not any(sleeper.is_asleep for sleeper in self._sleepers[1:]):
