@@ -261,6 +261,8 @@ class Trainer(BaseTrainer, ABC):
 
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
+    _head: Any
+    """Has the temperature of log-probs."""
     _base: str
     """The folder, or the name, of the model that training started from."""
 
@@ -306,11 +308,6 @@ class Trainer(BaseTrainer, ABC):
         if not totals.num_sequences:
             raise BatchError("micro_batches holds no sample; expected at least one in any replica")
         return self._update(self._backward(learned, max(num_batches), totals))
-
-    @property
-    @abstractmethod
-    def _head(self) -> Any:
-        """What has the temperature of log-probs."""
 
     def log_probs(
         self, micro_batches: Sequence[MicroBatch], *, temperature_scale: float = 1.0
@@ -437,6 +434,7 @@ class TorchTrainer(Trainer):
                 f"gives, and not {objective.scores}"
             )
         self._model = packed
+        self._head = packed
         self._module = packed.model
         self._parallel = parallel
         self._base = packed.model.name_or_path
@@ -452,10 +450,6 @@ class TorchTrainer(Trainer):
         )
         self.num_routers = packed.num_routers
         packed.model.eval()  # dropout would make every ratio to the sampling policy noise
-
-    @property
-    def _head(self) -> Any:
-        return self._model
 
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         self._check_awake()

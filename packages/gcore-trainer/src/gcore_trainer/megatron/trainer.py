@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -140,6 +141,8 @@ class MegatronTrainer(Trainer):
         self._device = device
         self._path = Path(path)
         self._base = str(path)
+        # Not itself: a trainer that is dropped is freed at once.
+        self._head = proxy(self)
         self._architecture = architecture
         self.temperature = temperature
         self._parallel = parallel
@@ -208,10 +211,6 @@ class MegatronTrainer(Trainer):
             share_prefix=share_prefix,
             replay_routing=not self._has_value_head,
         )
-
-    @property
-    def _head(self) -> "MegatronTrainer":
-        return self
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         if not any(sleeper.is_asleep for sleeper in self._sleepers[1:]):
