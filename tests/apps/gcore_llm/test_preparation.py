@@ -174,7 +174,7 @@ def test_tokens_of_the_environment_are_told_from_turns_that_do_not_count() -> No
         prompt_ids=np.arange(3),
         responses=[replace(episode, weight_versions=versions, forks=forks)],
     )
-    [sample] = unscored_samples(group, AlgorithmConfig())
+    [sample] = unscored_samples(group, AlgorithmConfig(options={"echo_coef": 0.05}))
     assert sample.environment_mask is not None
     assert np.flatnonzero(sample.environment_mask).tolist() == [2, 5, 8]
 

@@ -39,10 +39,7 @@ from gcore_runs import (
 )
 from gcore_runs.settings.checks import ABOVE_0, IS_SET, IS_TRUE, override
 from gcore_runs.settings.sections import BACKEND_SETTINGS, EngineConfig
-from gcore_trainer import (
-    get_advantage_estimator,
-    get_policy_loss,
-)
+from gcore_trainer import get_advantage_estimator, get_policy_loss
 
 
 @dataclass(frozen=True, kw_only=True)

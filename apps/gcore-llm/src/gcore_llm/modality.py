@@ -374,14 +374,14 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         if not (needs_old or self._has_reference or self._has_critic):
             return
         micro_batches = self._micro_batches(ctx, groups, samples)
+        field_of_role: dict[str, str] = {}
         if needs_old and self._config.actor.router_replay != "disabled":
             for sample, (log_probs, experts) in await self._scores(
                 ctx, "actor", micro_batches, with_routing=True
             ):
                 sample.old_log_probs = log_probs
                 sample.routed_experts = experts
-        field_of_role: dict[str, str] = {}
-        if needs_old and self._config.actor.router_replay == "disabled":
+        elif needs_old:
             field_of_role["actor"] = "old_log_probs"
         if self._config.algorithm.estimator.needs_squared_norms:
             field_of_role[SHARP_ACTOR] = "sharp_log_probs"

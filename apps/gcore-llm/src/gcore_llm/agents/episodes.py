@@ -320,6 +320,7 @@ class EpisodePlayer:
             credit[start:stop] = values.get(turn, 0.0)
             if turn.token_ids:
                 spans.setdefault(turn.agent, []).append((start, stop))
+            if turn.token_ids and values:
                 assert turn.parent is not None
                 state = _number_state(turn.agent, turn.parent.messages)
                 states.setdefault(turn.agent, []).append(state)

@@ -49,7 +49,7 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
             prompt_ids=group.prompt_ids,
             response_ids=response.token_ids,
             response_mask=mask,
-            environment_mask=_environment_mask(response),
+            environment_mask=_environment_mask(response) if algorithm.learns_environment else None,
             old_log_probs=response.log_probs if algorithm.old_log_probs == "rollout" else None,
             rollout_log_probs=response.log_probs,
             images=read_images(response.images) or prompt_images,

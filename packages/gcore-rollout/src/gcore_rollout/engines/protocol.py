@@ -336,7 +336,8 @@ class Completion(AnySample):
     """[N, 2] of an episode's agents, by name: where their turns that are trained on start and stop among the tokens. An
     agent that is not named has an empty name."""
     states: Mapping[str, NDArray[np.int64]] = field(default_factory=dict[str, NDArray[np.int64]])
-    """[N] for the turns in `agents`: a number that is equal where what the environment said last is equal."""
+    """[N] for the turns in `agents`, if they have credit: a number that is equal where what the environment said last
+    is equal."""
     end: EpisodeEnd | None = None
     """How an episode of several turns ended; None: there is one turn."""
     turns: tuple[str, ...] = ()

@@ -234,9 +234,7 @@ class VisionProcessor:
         for image in images:
             read = self._read(image)
             inputs.append({name: read[name] for name in names if name in read})
-        if "image_grid_thw" not in inputs[0]:
-            return inputs
-        return [{name: torch.cat([part[name] for part in inputs]) for name in inputs[0]}]
+        return join_grids(inputs)
 
     def process(self, images: Sequence[bytes]) -> Pixels:
         """Return the pixels of one or more encoded images; `RequestError` if bytes are no image."""
@@ -260,6 +258,13 @@ class VisionProcessor:
             pixel_values.append(values)
             grids.append(grid)
         return Pixels(pixel_values=np.concatenate(pixel_values), grid_thw=np.concatenate(grids))
+
+
+def join_grids(calls: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Return calls of ``get_image_features`` as one, if they are of patches with a grid; others as they are."""
+    if "image_grid_thw" not in calls[0]:
+        return calls
+    return [{name: torch.cat([call[name] for call in calls]) for name in calls[0]}]
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.queueing import QueuedSample
-from gcore_rollout.images.vision_processor import VisionProcessor
+from gcore_rollout.images.vision_processor import VisionProcessor, join_grids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ def embed_images(
     token_ids: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> PromptEmbeddings:
-    """Embed packed prompts with their images.
+    """Embed packed prompts with their images: in one pass of a tower that takes images of all sizes at once.
 
     Args:
         model: of `VISION_MODELS`, ``...ForConditionalGeneration``.
@@ -54,8 +54,7 @@ def embed_images(
     offsets = np.zeros(len(samples), np.int64)
     image_places: list[NDArray[np.int64]] = []
     blocks: list[tuple[int, int, int]] = []
-    features: list[torch.Tensor] = []
-    by_layer: dict[int, list[torch.Tensor]] = {}
+    calls: list[dict[str, torch.Tensor]] = []
     start = 0
     for i, sample in enumerate(samples):
         request = sample.request
@@ -64,20 +63,14 @@ def embed_images(
             # Other image tokens are text: the policy wrote them.
             prompt = np.array(request.prompt_token_ids)
             index = processor.find_images(prompt.tolist(), request.images, request.image_starts)
-            calls = processor.model_inputs(request.images)
-            for call in calls:
-                inputs = {name: tensor.to(device) for name, tensor in call.items()}
-                output = base.get_image_features(**inputs, return_dict=True)
-                features.extend(output.pooler_output)
-                for layer, added in enumerate(output.get("deepstack_features", ())):
-                    by_layer.setdefault(layer, []).extend(added)
+            calls += processor.model_inputs(request.images)
             if has_axes:
                 is_image = np.zeros((1, prompt.size), np.int64)
                 is_image[0, np.concatenate(index)] = 1
                 prompt_positions, offset = base.get_rope_index(
                     torch.from_numpy(prompt)[None],
                     mm_token_type_ids=torch.from_numpy(is_image),
-                    image_grid_thw=calls[0]["image_grid_thw"],
+                    image_grid_thw=calls[-1]["image_grid_thw"],
                 )
                 offsets[i] = int(offset)
                 here = positions[:, start : start + length]
@@ -87,6 +80,15 @@ def embed_images(
                 blocks += [(i, int(places[0]), int(places[-1]) + 1) for places in index]
             image_places.append(start + np.concatenate(index))
         start += length
+    features: list[torch.Tensor] = []
+    by_layer: dict[int, list[torch.Tensor]] = {}
+    for call in join_grids(calls):
+        output = base.get_image_features(
+            **{name: tensor.to(device) for name, tensor in call.items()}, return_dict=True
+        )
+        features.extend(output.pooler_output)
+        for layer, added in enumerate(output.get("deepstack_features", ())):
+            by_layer.setdefault(layer, []).extend(added)
     where = torch.from_numpy(np.concatenate(image_places)).to(device)
     embeddings = model.get_input_embeddings()(tokens)
     embeddings[where] = _join(features).to(embeddings.dtype)
