@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionMaskInterface
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/ranks"))
@@ -74,6 +76,7 @@ _NAMES = {
     "reduce_scatter_tensor_coalesced_": "reduce-scatter",
     "allgather_into_tensor_coalesced_": "all-gather",
 }
+_RECEIVING = ("recv_", "_reduce_scatter_base_", "alltoall_base_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,7 @@ def _view_of_torch(config: TrainConfig) -> RankView:
 def _view_of_megatron(config: TrainConfig) -> RankView:
     """Make a step of one sample, whose tokens are dealt evenly to the experts, as the last rank of the last stage.
 
-    Of a message from another stage the fake group makes nothing; the last stage needs no number of another.
+    What others would send is zero; with numbers that are not finite the update would be left out.
     """
     size = config.trainer.num_processes
     with ExitStack() as stack:
@@ -200,7 +203,7 @@ def _view_of_megatron(config: TrainConfig) -> RankView:
         first = top_k * np.arange(_NUM_TOKENS)
         experts = (first[:, None] + np.arange(top_k)) % shape["num_experts"]
         routed = np.stack([experts.astype(np.int16)] * _NUM_LAYERS, axis=1)
-        with RecordedCollectives() as recorded:
+        with RecordedCollectives() as recorded, _ZerosFromOthers():
             trainer.train_step([[replace(_sample(), routed_experts=routed)]])
         planned_bytes = _planned_bytes(config, folder)
     return RankView(
@@ -257,6 +260,16 @@ class _NoWeights:
         """Leave out the comparison with transformers' scores."""
         packed._probe = lambda: None
         yield
+
+
+class _ZerosFromOthers(TorchDispatchMode):
+    """Fill what a rank receives, because the fake group leaves the memory of these outputs as it was."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in _RECEIVING:
+            for output in tree_leaves(args[0]):
+                output.zero_()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
