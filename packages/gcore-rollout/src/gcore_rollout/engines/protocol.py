@@ -62,8 +62,8 @@ class RepetitionDetection:
 class SamplingParams:
     """Parameters of the sampling of tokens.
 
-    ``top_p`` and ``top_k`` are for evaluation: in training, truncation would make the sampled distribution differ from
-    the policy whose gradient the trainer takes, and bias every importance ratio.
+    With ``top_p`` or ``top_k`` the distribution that is sampled from is not the model's. To train on such samples, make
+    the engine with ``return_sampling_mask``: the trainer then normalises over `Completion.kept_ids`, as the engine does.
 
     Example:
         >>> training = SamplingParams(max_tokens=1024)
@@ -324,6 +324,11 @@ class Completion(AnySample):
     """[P + T - 1, L, K] the K experts of a mixture that prompt and tokens, without the last one, passed through in each
     of L layers with experts, as they were when the next token was sampled; of an episode [P + T, L, K]. -1: unknown.
     None: the engine was not asked for them."""
+    kept_counts: NDArray[np.int32] | None = None
+    """Number of tokens among which ``top_k`` and ``top_p`` let each one be drawn; 0: all. None: no token was left out,
+    or the engine was not asked for them."""
+    kept_ids: NDArray[np.int32] | None = None
+    """[sum of kept_counts] these tokens, those of the first token first."""
     mask: NDArray[np.bool_] | None = None
     """Tokens that the policy sampled, against those of an environment between its turns, which have log-probs of 0 and
     versions of -1; None: it sampled all of them."""

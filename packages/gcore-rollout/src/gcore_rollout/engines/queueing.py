@@ -139,8 +139,12 @@ class QueuedSample(Generic[RequestT, SampleT]):
         weight_versions: NDArray[np.int32],
         reason: FinishReason,
         routed_experts: NDArray[Any] | None = None,
+        kept: Sequence[NDArray[np.int32]] = (),
     ) -> None:
         """Hand over the completion: the tokens of the prefix, then those given, all of shape [T].
+
+        ``kept`` are, for each of those given, the tokens among which it was drawn: none for all. Empty: all were drawn
+        from all.
 
         ``routed_experts`` are of all tokens from the prompt's first, [at least P + T - 1, L, K]; those that the prefix
         has stay.
@@ -153,6 +157,17 @@ class QueuedSample(Generic[RequestT, SampleT]):
             routed_experts = routed_experts[:num_inputs].astype(np.int16)
             if prefix.routed_experts is not None:
                 routed_experts[: len(prefix.routed_experts)] = prefix.routed_experts
+        kept_counts = prefix.kept_counts
+        kept_ids = prefix.kept_ids
+        if kept or kept_counts is not None:
+            if kept_counts is None or kept_ids is None:
+                kept_counts = np.zeros(self.prefix_length, np.int32)
+                kept_ids = np.zeros(0, np.int32)
+            new_counts = np.zeros(token_ids.size, np.int32)
+            if kept:
+                new_counts[:] = [ids.size for ids in kept]
+            kept_counts = np.concatenate([kept_counts, new_counts], dtype=np.int32)
+            kept_ids = np.concatenate([kept_ids, *kept], dtype=np.int32)
         completion = Completion(
             request_id=self.request.request_id,
             index=self.index,
@@ -164,6 +179,8 @@ class QueuedSample(Generic[RequestT, SampleT]):
             ),
             finish_reason=reason,
             routed_experts=routed_experts,
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
         )
         self.call.finished.put_nowait(completion)
 

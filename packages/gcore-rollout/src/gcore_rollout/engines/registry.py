@@ -52,6 +52,7 @@ _VLLM_RESERVED = frozenset(
         "generation_config",
         "logprobs_mode",
         "enable_return_routed_experts",
+        "return_sampling_mask",
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
@@ -140,14 +141,19 @@ _KINDS = {
     "hf": EngineKind(
         make="gcore_rollout.engines.hf.engine:HFEngine",
         takes_device=True,
-        own_options=frozenset(("return_routed_experts",)),
+        own_options=frozenset(("return_routed_experts", "return_sampling_mask")),
         engine_options=frozenset(("decode_mode", "kv_cache_bytes")),
         takes_images=True,
     ),
     "vllm": EngineKind(
         make="gcore_rollout.engines.vllm.engine:VLLMEngine",
         own_options=frozenset(
-            ("enable_sleep_mode", "tensor_parallel_size", "return_routed_experts")
+            (
+                "enable_sleep_mode",
+                "tensor_parallel_size",
+                "return_routed_experts",
+                "return_sampling_mask",
+            )
         ),
         engine_options=frozenset(
             (

@@ -281,7 +281,7 @@ def sample_tokens(
     *,
     top_p: NDArray[np.float32] | None = None,
     top_k: NDArray[np.int64] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverting the cumulative distribution at ``u``.
 
     Args:
@@ -291,7 +291,8 @@ def sample_tokens(
         top_p: shape [B], with ``top_k``, as `truncate_logits` takes them; None: every token can be drawn.
 
     Returns:
-        tokens (int64, [B]) and their log-probabilities (float32, [B]) at the row's temperature (1 for greedy rows).
+        tokens (int64, [B]), their log-probabilities (float32, [B]) at the row's temperature (1 for greedy rows), and
+        those [B, V] of all tokens, -inf where they are left out.
     """
     logits_BV = logits_BV.float()
     greedy = temperatures == 0
@@ -313,7 +314,7 @@ def sample_tokens(
     if greedy.any():
         rows_B1 = torch.from_numpy(greedy).to(tokens_B1.device)[:, None]
         tokens_B1 = torch.where(rows_B1, logits_BV.argmax(dim=-1, keepdim=True), tokens_B1)
-    return tokens_B1[:, 0], log_probs_BV.gather(1, tokens_B1)[:, 0]
+    return tokens_B1[:, 0], log_probs_BV.gather(1, tokens_B1)[:, 0], log_probs_BV
 
 
 DecodeMode = Literal["auto", "dynamic", "static", "cuda_graphs"]

@@ -22,7 +22,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, is_dynamic: bool) -> Callabl
     """Return what makes the engine of this mode for a model on its device.
 
     Steps in which the host chooses experts or rotary embeddings cannot be recorded as graphs. An engine that reads
-    images or returns experts ``is_dynamic``: it has no static shapes.
+    images, or returns experts or sets of tokens, ``is_dynamic``: it has no static shapes.
 
     Raises:
         ValueError: ``mode`` is unknown, or ``cuda_graphs`` elsewhere than on CUDA.
@@ -45,7 +45,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, is_dynamic: bool) -> Callabl
     elif is_dynamic:
         raise EngineModelError(
             f"decode_mode is {mode!r}; expected auto or dynamic for a vision-language model, and with "
-            "return_routed_experts"
+            "return_routed_experts or return_sampling_mask"
         )
     return partial(StaticHFEngine, use_graphs=mode == "cuda_graphs")
 

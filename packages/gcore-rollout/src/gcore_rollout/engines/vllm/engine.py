@@ -24,6 +24,7 @@ from gcore_rollout.engines.queueing import (
     check_max_num_seqs,
 )
 from gcore_rollout.engines.vllm import held_weights, options, process, ranks, translation
+from gcore_rollout.engines.vllm.kept_tokens import record_kept_tokens
 from gcore_rollout.engines.vllm.routed_experts import record_experts
 from gcore_rollout.errors import EngineDiedError, EngineModelError, RolloutError, make_extra_error
 from gcore_rollout.images.vision_processor import VisionProcessor
@@ -124,6 +125,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
         self._finish = translation.finish
+        self._needs_top_k = False
         self._running: dict[str, QueuedSample] = {}
         self._sample_ids = count()
         self._num_checked: dict[str, int] = {}
@@ -149,6 +151,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
         return_routed_experts: bool = False,
+        return_sampling_mask: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> Self:
@@ -182,6 +185,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             return_routed_experts: completions of a mixture of experts have `Completion.routed_experts`, also of tokens
                 whose keys and values were cached. On a GPU that takes vLLM's second model runner; on CPU there must be
                 no ``speculative_config``.
+            return_sampling_mask: completions drawn by ``top_p`` or ``top_k`` have `Completion.kept_ids`. On a GPU that
+                takes vLLM's second model runner, and every request that is not greedy needs a ``top_k``; greedy ones
+                have log-probs of 0. On CPU there must be no ``speculative_config``.
             speculative_config: vLLM's setting of this name, such as ``{"method": "ngram", "num_speculative_tokens": 4,
                 "prompt_lookup_max": 4}`` or ``{"method": "draft_model", "model": PATH, "num_speculative_tokens": 4}``.
                 Samples are drawn from the same distribution and greedy ones are the same, but the same seed gives
@@ -248,6 +254,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 "generation_config": "vllm",
                 "logprobs_mode": "processed_logprobs",
                 "enable_return_routed_experts": return_routed_experts and not on_cpu,
+                "return_sampling_mask": return_sampling_mask and not on_cpu,
             }
             if vision is not None:
                 arguments |= translation.options_for_images(on_cpu=on_cpu)
@@ -279,6 +286,10 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                     f"return_routed_experts is True; expected False for {path}: it takes a mixture of experts and, on "
                     "CPU, no speculative_config"
                 )
+            if return_sampling_mask and on_cpu and speculative_config:
+                raise EngineModelError(
+                    "return_sampling_mask is True; expected False with a speculative_config on CPU"
+                )
             engine = cls(
                 config,
                 shapes=shapes,
@@ -290,6 +301,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             if return_routed_experts:
                 layers = record_experts(engine._engine, on_cpu=on_cpu)
                 engine._finish = partial(translation.finish, layers=layers)
+            engine._needs_top_k = return_sampling_mask and not on_cpu
+            if return_sampling_mask and on_cpu:
+                record_kept_tokens(engine._engine)
         engine._limits.stop_strings = StopStrings(path)
         return engine
 
@@ -368,6 +382,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
     def _check_request(self, request: Request) -> None:
         self._limits.check(request)
         translation.check_temperature(request)
+        if self._needs_top_k:
+            translation.check_top_k(request)
 
     @property
     def weights_gpu(self) -> str | None:
@@ -421,7 +437,10 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
                 settings = translation.sampling_params(
-                    sample, self._eos, has_seed=self._draws_by_sample
+                    sample,
+                    self._eos,
+                    has_seed=self._draws_by_sample,
+                    needs_top_k=self._needs_top_k,
                 )
                 self._engine.add_request(sample_id, prompt, settings)
         seed: int | None = None

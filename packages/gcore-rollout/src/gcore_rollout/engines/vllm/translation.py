@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import FinishReason, Request
 from gcore_rollout.engines.queueing import QueuedSample
@@ -30,6 +31,16 @@ def check_temperature(request: Request) -> None:
         raise RequestError(
             f"temperature of request {request.request_id!r} is {temperature}; expected 0 (greedy) or {low} to {high}, "
             "which vLLM takes"
+        )
+
+
+def check_top_k(request: Request) -> None:
+    """Refuse sampling without top-k, of which vLLM's second model runner returns no sets of tokens."""
+    sampling = request.sampling
+    if sampling.temperature > 0 and sampling.top_k < 1:
+        raise RequestError(
+            f"top_k of request {request.request_id!r} is {sampling.top_k}; expected 1 or more with "
+            "return_sampling_mask, as vLLM takes it on a GPU"
         )
 
 
@@ -103,12 +114,19 @@ def sampling_settings(
 
 
 def sampling_params(
-    sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True
+    sample: QueuedSample,
+    eos_token_ids: Sequence[int],
+    *,
+    has_seed: bool = True,
+    needs_top_k: bool = False,
 ) -> "SamplingParams":
+    """Return vLLM's parameters of a sample; where it ``needs_top_k``, a greedy one is drawn from one token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
     settings = sampling_settings(sample, eos_token_ids, has_seed=has_seed)
+    if needs_top_k and not settings["temperature"]:
+        settings |= {"temperature": 1.0, "top_k": 1}
     detection = settings["repetition_detection"]
     if detection is not None:
         settings["repetition_detection"] = RepetitionDetectionParams(**detection)
@@ -125,12 +143,15 @@ def finish(
     num_tokens: int | None = None,
     layers: Sequence[int] = (),
 ) -> None:
-    """Hand over a sample, or its first ``num_tokens`` new tokens, with their experts in some ``layers``."""
+    """Hand over a sample, or its first ``num_tokens`` new tokens, with their experts in some ``layers``, and sets."""
     new = slice(num_tokens)
     experts: Any = result.routed_experts
     if experts is not None:
         experts = experts[:, layers]
     spans = result.weight_versions or []
+    kept: list[NDArray[np.int32]] = []
+    if result.sampling_mask is not None and sample.request.sampling.truncates:
+        kept = [np.array(ids, np.int32) for ids in result.sampling_mask.token_ids[new]]
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(
         np.array(result.token_ids, np.int64)[new],
@@ -138,4 +159,5 @@ def finish(
         np.concatenate([np.empty(0, np.int32), *versions])[new],
         reason,
         experts,
+        kept,
     )
