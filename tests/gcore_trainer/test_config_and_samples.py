@@ -81,6 +81,36 @@ def test_per_token_arrays_are_as_long_as_the_response(field: str) -> None:
         Sample(prompt_ids=ids(2), response_ids=ids(3), **arrays)
 
 
+@pytest.mark.parametrize(
+    ("counts", "kept", "message"),
+    [
+        ([1, 0, 0], None, r"one of kept_counts and kept_ids is None"),
+        ([1, 0], [0], r"kept_counts has shape \(2,\)"),
+        ([2, 0, 1], [0, 3], r"kept_ids has shape \(2,\); expected \(3,\), the sum of kept_counts"),
+        ([3, -1, 0], [0, 3], r"kept_ids has shape \(2,\); expected .* not negative"),
+        (
+            [2, 0, 1],
+            [0, 3, 4],
+            r"kept_ids of token 2 lack response_ids\[2\] = 7; expected it among",
+        ),
+        # The token of another place does not count.
+        ([1, 1, 0], [0, 0], r"kept_ids of token 1 lack response_ids\[1\] = 5"),
+    ],
+)
+def test_tokens_that_were_kept_are_checked(
+    counts: list[int], kept: list[int] | None, message: str
+) -> None:
+    response = np.array([0, 5, 7])
+    arrays: dict[str, Any] = {"kept_counts": np.array(counts, np.int32)}
+    if kept is not None:
+        arrays["kept_ids"] = np.array(kept, np.int32)
+    with pytest.raises(BatchError, match=f"^{message}"):
+        Sample(prompt_ids=ids(2), response_ids=response, **arrays)
+    counts_R = np.array([2, 0, 1], np.int32)
+    sets = np.array([3, 0, 7], np.int32)
+    Sample(prompt_ids=ids(2), response_ids=response, kept_counts=counts_R, kept_ids=sets)
+
+
 def test_a_mask_is_of_booleans() -> None:
     mask: Any = np.array([1, 0, 1])
     with pytest.raises(BatchError, match=r"^response_mask has dtype int64"):

@@ -25,6 +25,7 @@ from trainer_oracles import (
     packed_gradients,
     padded_loss,
     split,
+    truncated,
 )
 
 from gcore_trainer import MicroBatch, PackedModel, PolicyLossConfig, Sample
@@ -82,6 +83,7 @@ def check(
     is_off_policy=st.booleans(),
     share_prefix=st.booleans(),
     temperature=st.sampled_from([1.0, 0.7]),
+    is_truncated=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_any_batch_split_in_any_way(
@@ -91,11 +93,14 @@ def test_any_batch_split_in_any_way(
     is_off_policy: bool,
     share_prefix: bool,
     temperature: float,
+    is_truncated: bool,
     seed: int,
 ) -> None:
     packed, padded = load(llama)
     packed.share_prefix, packed.temperature = share_prefix, temperature
     samples = make_samples(lengths, seed=seed)
+    if is_truncated:
+        samples = truncated(samples, seed=seed)
     if is_off_policy or CONFIGS[name].kl_loss_coef:
         samples = off_policy(samples, packed, seed=seed)
     check(packed, padded, CONFIGS[name], split(samples, seed=seed))

@@ -18,6 +18,7 @@ from trainer_oracles import (
     make_samples,
     padded_scores,
     save_model,
+    truncated,
 )
 from transformers import (
     BloomConfig,
@@ -46,6 +47,7 @@ def load(path: Path) -> tuple[PackedModel, Any]:
     lengths=groups,
     share_prefix=st.booleans(),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    is_truncated=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_scores_are_those_of_a_plain_forward(
@@ -54,11 +56,14 @@ def test_scores_are_those_of_a_plain_forward(
     lengths: list[Group],
     share_prefix: bool,
     temperature: float,
+    is_truncated: bool,
     seed: int,
 ) -> None:
     packed, plain = load(folders[architecture])
     packed.share_prefix, packed.temperature = share_prefix, temperature
     samples = make_samples(lengths, seed=seed)
+    if is_truncated:
+        samples[1:] = truncated(samples[1:], seed=seed)
     with torch.no_grad():
         actual = packed.score(samples)
         expected = [padded_scores(plain, [s], temperature=temperature) for s in samples]

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gcore_trainer import token_scores
-from gcore_trainer.packing.head import CPU_LOGITS, CUDA_LOGITS, Head, chunk_rows
+from gcore_trainer.packing.head import CPU_LOGITS, CUDA_LOGITS, Head, KeptTokens, chunk_rows
 
 N, D, V = 23, 16, 37
 
@@ -30,6 +31,24 @@ def make_inputs(
     return random(N, D), random(V, D), random(V) if has_bias else None, targets
 
 
+def make_kept(
+    targets: torch.Tensor, vocab_size: int, *, seed: int
+) -> tuple[KeptTokens, torch.Tensor]:
+    """Sets of random sizes that hold the targets, in any order, and a mask [N, V] of what they leave out."""
+    rng = np.random.default_rng(seed)
+    sets: list[Any] = []
+    is_left_out = torch.zeros(targets.numel(), vocab_size, dtype=torch.bool)
+    for row, target in zip(is_left_out, targets.tolist(), strict=True):
+        ids = rng.permutation(np.union1d(rng.permutation(vocab_size)[: rng.integers(9)], target))
+        if rng.random() < 0.3:
+            ids = ids[:0]
+        row[:] = ids.size > 0
+        row[ids.tolist()] = False
+        sets.append(ids)
+    counts = np.array([ids.size for ids in sets], np.int32)
+    return (counts, np.concatenate(sets).astype(np.int32)), is_left_out
+
+
 def written_out(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -38,10 +57,13 @@ def written_out(
     temperature: float,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    is_left_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
+    if is_left_out is not None:
+        logits = logits.masked_fill(is_left_out, -torch.inf)
     distribution = torch.distributions.Categorical(logits=logits / temperature)
     return distribution.log_prob(targets), distribution.entropy()
 
@@ -90,6 +112,7 @@ def test_scores_and_gradients(chunk_tokens: int, has_bias: bool, changes: dict[s
     softcap=st.sampled_from([None, 2.0, 30.0]),
     entropy_grad=st.booleans(),
     bias=st.sampled_from(["none", "finite", "some -inf"]),
+    is_truncated=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_any_head(
@@ -99,9 +122,10 @@ def test_any_head(
     softcap: float | None,
     entropy_grad: bool,
     bias: str,
+    is_truncated: bool,
     seed: int,
 ) -> None:
-    """Any sizes and chunks, any upstream gradients, and a bias that forbids tokens."""
+    """Any sizes and chunks, any upstream gradients, sets that tokens were drawn from, and a bias that forbids some."""
     (num_tokens, width, vocab_size, chunk), generator = sizes, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -117,6 +141,9 @@ def test_any_head(
     options: dict[str, Any] = {"logit_scale": logit_scale, "softcap": softcap}
     logits = torch.nn.functional.linear(hidden, weight, bias_V) * logit_scale
     logits = (logits if softcap is None else torch.tanh(logits / softcap) * softcap) / temperature
+    if is_truncated:
+        options["kept"], is_left_out = make_kept(targets, vocab_size, seed=seed)
+        logits = logits.masked_fill(is_left_out, -torch.inf)
     log_softmax = logits.log_softmax(-1)
     # xlogy: a token that cannot be drawn adds nothing.
     entropies = -(log_softmax.exp() * log_softmax.clamp(min=-1e9)).sum(-1)
@@ -186,20 +213,28 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("is_truncated", [False, True])
 def test_on_a_gpu_nothing_waits_and_logits_are_float32(
-    dtype: torch.dtype, master: bool, entropy_grad: bool, softcap: float | None
+    dtype: torch.dtype,
+    master: bool,
+    entropy_grad: bool,
+    softcap: float | None,
+    is_truncated: bool,
 ) -> None:
     """Fake CUDA tensors refuse what depends on values, such as boolean indices, and check each operation's types."""
+    kept: KeptTokens | None = None
+    if is_truncated:
+        kept = np.array([0, 2] * 150, np.int32), np.arange(300, dtype=np.int32)
     with FakeTensorMode(), Recorder() as recorder:
         hidden = torch.empty(300, 64, device="cuda", dtype=dtype)
         weight = torch.empty(151_936, 64, device="cuda", dtype=torch.float32 if master else dtype)
         bias = torch.empty(151_936, device="cuda", dtype=weight.dtype)
         targets = torch.empty(300, device="cuda", dtype=torch.int64)
         scores = token_scores(
-            hidden, weight, targets, bias_V=bias, temperature=0.9, softcap=softcap
+            hidden, weight, targets, bias_V=bias, temperature=0.9, softcap=softcap, kept=kept
         )
         assert scores.log_probs.dtype == scores.entropies.dtype == torch.float32
-        head = Head(temperature=0.9, scale=1.0, softcap=softcap, vocab=None, chunk=128)
+        head = Head(temperature=0.9, scale=1.0, softcap=softcap, vocab=None, chunk=128, kept=kept)
         rows, entropies = (
             torch.empty(300, device="cuda"),
             scores.entropies if entropy_grad else None,
@@ -261,16 +296,22 @@ def test_bfloat16_sums_in_float32() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_a_vocabulary_divided_among_ranks(ranks: RankPool, softcap: float | None) -> None:
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_a_vocabulary_divided_among_ranks(
+    ranks: RankPool, softcap: float | None, is_truncated: bool
+) -> None:
     """Four ranks of ten rows each: the last three rows are padding, and hold rubbish."""
     hidden, weight, _, targets = make_inputs(torch.float64, has_bias=False)
-    expected = written_out(hidden, weight, None, targets, 1.3, softcap=softcap)
+    kept: KeptTokens | None = None
+    options: dict[str, Any] = {"softcap": softcap}
+    if is_truncated:
+        kept, options["is_left_out"] = make_kept(targets, V, seed=0)
+    expected = written_out(hidden, weight, None, targets, 1.3, **options)
     grad_hidden, grad_weight = gradients(*expected, [hidden, weight])
     padded = torch.cat([weight.detach(), torch.full((3, D), 50.0, dtype=torch.float64)])
     parts = [padded[a:b] for a, b in pairwise([0, 10, 20, 30, 40])]
-    found = ranks.run(
-        "score_part_of_vocabulary", hidden.detach(), parts, targets, V, 1.3, softcap, size=4
-    )
+    arguments = hidden.detach(), parts, targets, V, 1.3, softcap, kept
+    found = ranks.run("score_part_of_vocabulary", *arguments, size=4)
     for rank, (log_probs, entropies, own_hidden, own_weight) in enumerate(found):
         torch.testing.assert_close((log_probs, entropies), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(own_hidden, grad_hidden, rtol=1e-11, atol=1e-12)

@@ -11,12 +11,14 @@ from trainer_oracles import (
     Group,
     deviation,
     gradients,
+    left_out,
     load_padded,
     make_samples,
     off_policy,
     padded_loss,
     padded_scores,
     split,
+    truncated,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -287,6 +289,7 @@ def test_log_probs_at_half_the_temperature_give_sums_of_squared_probabilities(
 ) -> None:
     """As a run computes the squared norms of OTB, and afterwards the temperature is what it was."""
     samples = make_samples([Group(7, [20, 9]), Group(4, [13])], seed=0)
+    samples[1:] = truncated(samples[1:], seed=0)
     packed = PackedModel.from_pretrained(qwen2, temperature=0.7)
     trainer = TorchTrainer(
         packed, optimizer=OptimizerConfig(), objective=PolicyObjective(PolicyLossConfig())
@@ -298,6 +301,7 @@ def test_log_probs_at_half_the_temperature_give_sums_of_squared_probabilities(
         ids = torch.from_numpy(np.append(sample.prompt_ids, sample.response_ids))
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, sample.prompt_ids.size - 1 : -1]
+        logits[left_out(sample, logits)] = -torch.inf
         probs = (logits / 0.7).softmax(-1)
         np.testing.assert_allclose(np.exp(2 * own - other), probs.square().sum(-1), rtol=1e-4)
     assert packed.temperature == 0.7

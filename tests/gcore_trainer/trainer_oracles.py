@@ -152,6 +152,21 @@ def routed(samples: list[Sample], shape: tuple[int, int, int], *, seed: int) -> 
     ]
 
 
+def truncated(samples: list[Sample], *, seed: int) -> list[Sample]:
+    """Samples of which most tokens were drawn from a few others and themselves, and the rest from all."""
+    rng = np.random.default_rng(seed)
+    cut: list[Sample] = []
+    for sample in samples:
+        sets: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        for token in sample.response_ids:
+            others = rng.permutation(VOCAB_SIZE)[: rng.integers(0, 12)]
+            sets.append(np.union1d(others, token) if rng.random() < 0.8 else others[:0])
+        counts = np.array([ids.size for ids in sets], np.int32)
+        ids = np.concatenate(sets).astype(np.int32)
+        cut.append(replace(sample, kept_counts=counts, kept_ids=ids))
+    return cut
+
+
 def split(samples: list[Sample], *, seed: int) -> list[MicroBatch]:
     """Random micro-batches, of one sample or more."""
     rng = np.random.default_rng(seed)
@@ -176,14 +191,15 @@ def padded_scores(model: Any, samples: list[Sample], *, temperature: float = 1.0
     seen_BL = torch.nn.utils.rnn.pad_sequence(
         [torch.ones_like(x) for x in sequences], batch_first=True
     )
-    log_probs_BLV = (
-        model(input_ids=ids_BL, attention_mask=seen_BL).logits / temperature
-    ).log_softmax(-1)
+    logits_BLV = model(input_ids=ids_BL, attention_mask=seen_BL).logits / temperature
     log_probs: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
-    for sample, log_probs_LV in zip(samples, log_probs_BLV, strict=True):
+    for sample, logits_LV in zip(samples, logits_BLV, strict=True):
         start = sample.prompt_ids.size - 1
-        log_probs_RV = log_probs_LV[start : start + sample.response_ids.size]
+        logits_RV = logits_LV[start : start + sample.response_ids.size]
+        log_probs_RV = logits_RV.masked_fill(left_out(sample, logits_RV), -torch.inf).log_softmax(
+            -1
+        )
         log_probs.append(
             log_probs_RV.gather(1, torch.from_numpy(sample.response_ids)[:, None])[:, 0]
         )
@@ -195,6 +211,17 @@ def padded_scores(model: Any, samples: list[Sample], *, temperature: float = 1.0
             [torch.from_numpy(_mask(s)) for s in samples], batch_first=True
         ).float(),
     )
+
+
+def left_out(sample: Sample, logits_RV: torch.Tensor) -> torch.Tensor:
+    """Which tokens the engine left out at each token of the response."""
+    is_left_out_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
+    if sample.kept_counts is not None and sample.kept_ids is not None:
+        sets = np.split(sample.kept_ids, sample.kept_counts.cumsum()[:-1])
+        for row, ids in zip(is_left_out_RV, sets, strict=True):
+            row[:] = ids.size > 0
+            row[ids.tolist()] = False
+    return is_left_out_RV
 
 
 def padded_loss(

@@ -4,7 +4,7 @@ import torch
 from rank import Rank
 
 from gcore_trainer import token_scores
-from gcore_trainer.packing.head import VocabShard
+from gcore_trainer.packing.head import KeptTokens, VocabShard
 
 
 def score_part_of_vocabulary(
@@ -15,6 +15,7 @@ def score_part_of_vocabulary(
     vocab_size: int,
     temperature: float,
     softcap: float | None,
+    kept: KeptTokens | None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs, entropies, and the gradients of the hidden states and this rank's rows."""
     weight = parts[rank.number].clone().requires_grad_()
@@ -30,6 +31,7 @@ def score_part_of_vocabulary(
         softcap=softcap,
         entropy_grad=True,
         vocab=vocab,
+        kept=kept,
         max_logits=70,
     )
     n = targets.shape[0]

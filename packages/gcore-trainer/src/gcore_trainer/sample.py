@@ -24,6 +24,7 @@ _PER_TOKEN = (
     "values",
     "returns",
     "sharp_log_probs",
+    "kept_counts",
 )
 
 
@@ -159,6 +160,14 @@ class Sample:
     """Targets of the critic."""
     sharp_log_probs: NDArray[np.float32] | None = None
     """As ``old_log_probs``, at half the temperature."""
+    kept_counts: NDArray[np.int32] | None = None
+    """Number of tokens among which top-k and top-p let the engine draw each token; 0: all. None: all, everywhere.
+
+    All log-probabilities and entropies of the sample are of the softmax over these tokens alone, after the temperature,
+    under every model, as the action must be possible for all of them ("Keep Sampling Mask", DeepSeek-V3.2, arXiv
+    2512.02556, section 3.1)."""
+    kept_ids: NDArray[np.int32] | None = None
+    """[sum of kept_counts] these tokens, those of the first response token first; the token itself is one of them."""
     routed_experts: NDArray[np.int16] | None = None
     """[num_inputs, L, K] the K experts of the policy that every input token passes through in each of L layers, in the
     order of prompt and response (see `router_replay`): 2 bytes each, 768 bytes a token with 8 experts in 48 layers.
@@ -195,6 +204,7 @@ class Sample:
                 raise BatchError(
                     f"{field} has shape {array.shape}; expected that of response_ids, {shape}"
                 )
+        self._check_kept()
         if self.forks is not None:
             self._check_forks(self.forks)
         routing = self.routed_experts
@@ -203,6 +213,28 @@ class Sample:
                 f"routed_experts has shape {routing.shape}; expected ({self.num_inputs}, layers, experts), for "
                 f"{self.prompt_ids.size} prompt and {self.response_ids.size} response tokens without the last of each "
                 "branch"
+            )
+
+    def _check_kept(self) -> None:
+        counts = self.kept_counts
+        ids = self.kept_ids
+        if counts is None or ids is None:
+            if counts is not ids:
+                raise BatchError("one of kept_counts and kept_ids is None; expected both or none")
+            return
+        if ids.shape != (counts.sum(),) or counts.min() < 0:
+            raise BatchError(
+                f"kept_ids has shape {ids.shape}; expected ({counts.sum()},), the sum of kept_counts, which are not "
+                "negative"
+            )
+        places = np.repeat(np.arange(counts.size), counts)
+        is_bad = counts > 0
+        is_bad[places[ids == self.response_ids[places]]] = False
+        if is_bad.any():
+            i = int(is_bad.argmax())
+            raise BatchError(
+                f"kept_ids of token {i} lack response_ids[{i}] = {self.response_ids[i]}; expected it among the tokens "
+                "that it was drawn from"
             )
 
     def _check_forks(self, forks: NDArray[np.int64]) -> None:

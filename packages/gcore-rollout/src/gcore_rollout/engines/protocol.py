@@ -62,8 +62,8 @@ class RepetitionDetection:
 class SamplingParams:
     """Parameters of the sampling of tokens.
 
-    With ``top_p`` or ``top_k`` the distribution that is sampled from is not the model's. To train on such samples, make
-    the engine with ``return_sampling_mask``: the trainer then normalises over `Completion.kept_ids`, as the engine does.
+    With ``top_p`` or ``top_k`` the distribution that is sampled from is not the model's. An engine made with
+    ``return_sampling_mask`` returns `Completion.kept_ids`, over which the trainer normalises as the engine does.
 
     Example:
         >>> training = SamplingParams(max_tokens=1024)
@@ -442,6 +442,8 @@ class EngineStats:
     num_running: int
     num_waiting: int
     weight_version: int
+    num_slots: int = 0
+    """Most samples that run at once, so that their keys and values fit; 0: the engine does not report it."""
 
 
 def sample_keys(requests: Sequence[AnyRequest]) -> tuple[tuple[str, int], ...]:

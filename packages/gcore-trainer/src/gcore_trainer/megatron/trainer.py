@@ -314,6 +314,7 @@ class MegatronTrainer(Trainer):
             row.target_ids,
             temperature=self.temperature,
             entropy_grad=self._objective.entropy_grad,
+            kept=row.kept,
             vocab=VocabShard(
                 group=tp_group,
                 start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from gcore_trainer.objectives.objective import TokenScores
+from gcore_trainer.objectives.objective import TokenScores, on_device
 
 CPU_LOGITS = 1 << 24
 """Most logits of a chunk on a CPU: 64 MB in float32."""
@@ -20,7 +22,10 @@ CUDA_LOGITS = 1 << 28
 _ROW_MULTIPLE = 128
 """Rows of a large chunk are a multiple of this, as the tiles of a matrix product are."""
 _PADDING = -1e30
-"""Logit of a row that pads the vocabulary: exp() of it is 0, and 0 times it is 0, which 0 times -inf is not."""
+"""Logit of a token that is left out, or that pads the vocabulary: exp() of it is 0, and 0 times it is 0, which 0 times
+-inf is not."""
+KeptTokens = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""[N] number of tokens among which each target was drawn (0: all), and [K] these tokens; see `Sample.kept_counts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +50,13 @@ def token_scores(
     softcap: float | None = None,
     entropy_grad: bool = False,
     vocab: VocabShard | None = None,
+    kept: KeptTokens | None = None,
     max_logits: int | None = None,
 ) -> TokenScores:
     """Score the targets under softmax(cap(logit_scale * (hidden @ weight^T + bias)) / temperature).
+
+    Where a target was drawn from some tokens only, ``kept``, the softmax is over these. That costs one more pass that
+    writes the logits of such targets.
 
     Logits are made a chunk of tokens at a time and made again in the backward pass, so that none outlive their chunk:
     memory is that of the head's gradient in float32, and of at most 2 copies of a chunk's logits in float32 (3 with a
@@ -70,6 +79,7 @@ def token_scores(
         softcap: cap(x) is softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: x.
         entropy_grad: make the entropies differentiable too.
         vocab: what part of the vocabulary this rank has; None: all of it.
+        kept: tokens of the whole vocabulary; those that this head does not have count for nothing. None: all.
         max_logits: most logits of a chunk; None: as `chunk_rows` says for the device.
     """
     num_tokens = targets_N.shape[0]
@@ -79,7 +89,12 @@ def token_scores(
     else:
         chunk = max(1, max_logits // vocab_size)
     head = Head(
-        temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk
+        temperature=temperature,
+        scale=logit_scale,
+        softcap=softcap,
+        vocab=vocab,
+        kept=kept,
+        chunk=chunk,
     )
     log_probs_N, entropies_N = _TokenScores.apply(
         hidden_ND, weight_VD, bias_V, targets_N, head, entropy_grad
@@ -110,12 +125,17 @@ class Head:
     softcap: float | None
     vocab: VocabShard | None
     chunk: int
+    kept: KeptTokens | None = None
 
     def logits(
-        self, hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None
+        self,
+        hidden_ND: torch.Tensor,
+        rows: slice,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute the tempered logits [C, V]; a very low one for padding of the vocabulary."""
-        logits_CV = _wide_product(hidden_CD, weight_VD.T)
+        """Compute tempered logits [C, V] of some rows; a very low one for tokens left out and padding."""
+        logits_CV = _wide_product(hidden_ND[rows], weight_VD.T)
         if bias_V is not None:
             logits_CV += bias_V
         if self.softcap is None:
@@ -125,7 +145,33 @@ class Head:
             logits_CV.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         if self.vocab is not None:
             logits_CV[:, max(0, self.vocab.vocab_size - self.vocab.start) :] = _PADDING
+        if self.kept is not None:
+            self._leave_out(logits_CV, rows, *self.kept)
         return logits_CV
+
+    def _leave_out(
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        counts_N: NDArray[np.int32],
+        ids_K: NDArray[np.int32],
+    ) -> None:
+        """Lower the logits of tokens that some rows were not drawn from, in place."""
+        counts_C = counts_N[rows]
+        is_cut_C = counts_C > 0
+        if not is_cut_C.any():
+            return
+        begin = counts_N[: rows.start].sum()
+        column_K = ids_K[begin : begin + counts_C.sum()].astype(np.int64)
+        if self.vocab is not None:
+            column_K -= self.vocab.start
+        row_K = np.repeat(np.arange(counts_C.size), counts_C)
+        is_here_K = (column_K >= 0) & (column_K < logits_CV.shape[1])
+        device = logits_CV.device
+        place_K = on_device(row_K[is_here_K], device), on_device(column_K[is_here_K], device)
+        kept_K = logits_CV[place_K]
+        logits_CV.index_fill_(0, on_device(np.flatnonzero(is_cut_C), device), _PADDING)
+        logits_CV[place_K] = kept_K
 
     def slope(self, logits_CV: torch.Tensor) -> torch.Tensor | None:
         """Return d logits / d product, but for its constant scale / temperature; None: 1; 0 for padding."""
@@ -249,7 +295,7 @@ class Head:
         for begin in range(0, targets_N.shape[0], self.chunk):
             rows = slice(begin, begin + self.chunk)
             grad_CV = self.gradient(
-                self.logits(hidden_ND[rows], narrow_VD, bias_V),
+                self.logits(hidden_ND, rows, narrow_VD, bias_V),
                 targets_N[rows],
                 log_sums_N[rows],
                 grad_log_probs_N[rows],
@@ -287,7 +333,7 @@ class _TokenScores(torch.autograd.Function):
             # Logits that have no name here are gone before those of the next chunk are made.
             parts.append(
                 head.scores(
-                    head.logits(hidden_ND[rows], narrow_VD, bias_V),
+                    head.logits(hidden_ND, rows, narrow_VD, bias_V),
                     targets_N[rows],
                     bias_V is not None,
                 )

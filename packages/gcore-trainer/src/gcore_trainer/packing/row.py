@@ -20,6 +20,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, s
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.head import KeptTokens
 from gcore_trainer.packing.layout import PackedBatch, Segment, make_rectangle, pack, rounded_length
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
@@ -239,6 +240,8 @@ class Row:
     """[T] where each of the T stands in the whole row."""
     target_index: NDArray[np.int64]
     """[n] which of the N response tokens each is; N itself is none of them."""
+    kept: KeptTokens | None = None
+    """The tokens that each of the n was drawn from; None: all."""
     routing: torch.Tensor | None = None
     """[T, L, K] the experts that each token passes through, where routers do not choose (see `router_replay`)."""
     images: RowImages | None = None
@@ -343,11 +346,30 @@ def make_rows(
                 cp=cp,
                 row_index=row_index,
                 target_index=target_index,
+                kept=_kept_tokens(samples, target_index),
                 routing=routing,
                 images=images,
             )
         )
     return rows
+
+
+def _kept_tokens(samples: MicroBatch, target_index: NDArray[np.int64]) -> KeptTokens | None:
+    """Return the tokens that some of the samples' N response tokens were drawn from; an index of N is none of them."""
+    counts: list[NDArray[np.int32]] = []
+    ids: list[NDArray[np.int32]] = []
+    for sample in samples:
+        if sample.kept_counts is None or sample.kept_ids is None:
+            counts.append(np.zeros(sample.response_ids.size, np.int32))
+        else:
+            counts.append(sample.kept_counts)
+            ids.append(sample.kept_ids)
+    if not ids:
+        return None
+    counts_N1 = np.concatenate([*counts, np.zeros(1, np.int32)])
+    is_here = np.zeros(counts_N1.size, np.bool_)
+    is_here[target_index] = True
+    return counts_N1[target_index], np.concatenate(ids)[np.repeat(is_here, counts_N1)]
 
 
 class DescribedMask(torch.Tensor):

@@ -460,5 +460,6 @@ class PackedModel(PackedTransformer[TokenScores]):
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             entropy_grad=entropy_grad,
+            kept=row.kept,
         )
         return scores.log_probs, scores.entropies
