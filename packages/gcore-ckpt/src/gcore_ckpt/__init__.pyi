@@ -6,15 +6,11 @@ from .errors import (
     CheckpointNotFoundError as CheckpointNotFoundError,
     CheckpointWriteError as CheckpointWriteError,
     CorruptCheckpointError as CorruptCheckpointError,
-    LostRankError as LostRankError,
-    MissingExtraError as MissingExtraError,
 )
 from .format.tree import PerRank as PerRank, State as State
 from .handles import (
     LoadHandle as LoadHandle,
-    LoadReport as LoadReport,
     SaveHandle as SaveHandle,
-    SaveReport as SaveReport,
 )
 from .loading.reader import verify as verify
 from .ranks.shards import Shard as Shard, Shards as Shards

@@ -11,6 +11,8 @@ except ModuleNotFoundError:
     raise MissingExtraError("tensorstore", "object-store") from None
 
 _T = TypeVar("_T")
+_OUT_OF_RANGE = "OUT_OF_RANGE"
+"""Start of the message of tensorstore where an object has not all of the bytes asked for."""
 _SCHEMES = ("s3", "gs", "memory")
 _ANSWER_TIMEOUT_S = 60.0
 _SLOWEST_BYTES_PER_S = 2**20
@@ -18,10 +20,6 @@ _SLOWEST_BYTES_PER_S = 2**20
 _RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
 # One context for all: it is what makes `memory://` the same store for everyone in the process.
 _CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
-
-
-class OutOfRangeError(OSError):
-    """The object has not all of the bytes asked for."""
 
 
 class Objects:
@@ -58,7 +56,9 @@ class Objects:
         start = max(expected - 1, 0)
         try:
             result = self.read(key, slice(start, None))
-        except OutOfRangeError:
+        except OSError as error:
+            if _OUT_OF_RANGE not in str(error):
+                raise
             start = 0
             result = self.read(key)
         return start + len(result.value) if result.state == "value" else None
@@ -83,8 +83,7 @@ class Objects:
             raise TimeoutError(f"{self._url}: no answer within {timeout_s:.0f} s") from None
         except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
             status = str(error)
-            error_class = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
-            raise error_class(f"{self._url}: {status.partition(' [')[0]}") from error
+            raise OSError(f"{self._url}: {status.partition(' [')[0]}") from error
 
 
 def _spec(url: str) -> dict[str, Any]:

@@ -202,8 +202,8 @@ def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
         _open_named_step(b, step_b, "--step-b") as second,
     ):
         rows = [
-            (d.aspect, d.path, _short(d.a or "-"), _short(d.b or "-"))
-            for d in compare(first, second)
+            (aspect, path, _short(text_a or "-"), _short(text_b or "-"))
+            for aspect, path, text_a, text_b in compare(first, second)
         ]
     if not rows:
         _say(f"{first.where} and {second.where} hold the same")

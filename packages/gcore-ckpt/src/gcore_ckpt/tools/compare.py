@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import NamedTuple
 
 from gcore_ckpt.format.boxes import Box
 from gcore_ckpt.format.stored import StoredTensor
@@ -13,17 +12,12 @@ _PART_BYTES = 64 << 20
 _THREADS = 4
 
 
-class Difference(NamedTuple):
-    """A leaf that is not the same in both steps, and what each has there; empty if nothing."""
+def compare(a: StepReader, b: StepReader) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the leaves that are not the same in two open steps, in the order of the first.
 
-    aspect: str  # what differs: `missing`, `kind`, `dtype`, `shape`, `bytes` or `value`
-    path: str
-    a: str
-    b: str
-
-
-def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
-    """Return the differences between two open steps, in the order of the first."""
+    For each it says what differs (`missing`, `kind`, `dtype`, `shape`, `bytes` or `value`), its path, and what each
+    step has there; empty if nothing.
+    """
     leaves_a = _by_path(a)
     leaves_b = _by_path(b)
     are_same = cache(partial(_are_same, a, b))  # tensors may share their memory
@@ -48,7 +42,7 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
             aspect = "bytes"
             is_same = are_same(leaf_a.tensor, leaf_b.tensor, leaf_a.view, leaf_b.view)
         if not is_same:
-            yield Difference(aspect, path, text_a, text_b)
+            yield aspect, path, text_a, text_b
 
 
 def _by_path(reader: StepReader) -> dict[str, StepLeaf]:
