@@ -136,7 +136,7 @@ def test_after_a_jump_the_best_partition_is_reached_in_two_rounds(
         policy.observe(*loads(policy.partition, before, floors))
     old = policy.partition
     partitions = [old, *(policy.observe(*loads(policy.partition, after, floors)) for _ in range(2))]
-    assert policy.config.jump_rounds == 2
+    assert policy.config.window // 2 + 1 == 2
     best = space.partitions[best_index(space, after, floors)]
     seconds = [
         max(f + w / d for f, w, d in zip(floors, after, p.devices, strict=True))

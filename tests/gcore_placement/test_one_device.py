@@ -1,6 +1,6 @@
 """The memory of one device that trainer and engines share: its law by hand and against torch, turns, and remedies."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from gcore_placement import (
     Device,
     DevicePlan,
     DeviceSetting,
-    EngineSettings,
     Job,
     Lengths,
     ModelShape,
@@ -68,19 +67,17 @@ def job_of(config: dict[str, Any], **changed: Any) -> Job:
     return Job(**options)
 
 
-def plan_on(
-    job: Job, device: Device, engine: EngineSettings, layout: TrainingLayout, **settings: Any
-) -> DevicePlan:
-    return plan_device(
-        DeviceSetting(job=job, layout=layout, device=device, engine=engine, **settings)
-    )
+def plan_on(job: Job, device: Device, layout: TrainingLayout, **settings: Any) -> DevicePlan:
+    return plan_device(DeviceSetting(job=job, layout=layout, device=device, **settings))
 
 
 def plan_of(
     config: dict[str, Any], *, state: TrainingState | None = None, **changed: Any
 ) -> DevicePlan:
-    layout, engine = changed.pop("layout", LAYOUT), changed.pop("engine", EngineSettings())
-    return plan_on(job_of(config, **changed), H100, engine, layout, state=state or TrainingState())
+    names = {"layout", *(field.name for field in fields(DeviceSetting))}
+    settings = {name: changed.pop(name) for name in names & changed.keys()}
+    settings.setdefault("layout", LAYOUT)
+    return plan_on(job_of(config, **changed), H100, **settings, state=state or TrainingState())
 
 
 def tiny_model() -> Qwen2ForCausalLM:
@@ -122,7 +119,7 @@ def test_adapters_are_those_of_peft() -> None:
 def test_offload() -> None:
     count = ModelShape.from_config(QWEN_7B).num_parameters
     plans = {
-        name: plan_of(QWEN_7B, state=state, engine=EngineSettings(takes_turns=False))
+        name: plan_of(QWEN_7B, state=state, takes_turns=False)
         for name, state in {
             "none": TrainingState(),
             "optimizer": TrainingState(offload="optimizer"),
@@ -144,7 +141,7 @@ def test_offload() -> None:
     every = plan_of(
         QWEN_7B,
         state=TrainingState(offload="all"),
-        engine=EngineSettings(takes_turns=False),
+        takes_turns=False,
         **others,
     )
     assert_allclose(every.peaks["train"], plans["all"].peaks["train"])
@@ -181,18 +178,19 @@ def test_moments_in_8_bits() -> None:
         plan_of(QWEN_HALF_B, state=state, compute_bytes=4).roles["trainer"]["optimizer"],
         2.03125 * count,
     )
-    engine = EngineSettings(takes_turns=False)
-    offloaded = plan_of(QWEN_HALF_B, state=replace(state, offload="optimizer"), engine=engine)
+    offloaded = plan_of(QWEN_HALF_B, state=replace(state, offload="optimizer"), takes_turns=False)
     assert_allclose(offloaded.host["optimizer states"], (4 + 4 + 2.03125) * count)
-    turns = EngineSettings(takes_turns=True)
     exact, small = (
-        plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state)
+        plan_of(QWEN_HALF_B, state=s, takes_turns=True).peaks["train"]
+        for s in (TrainingState(), state)
     )
     device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
-    plan = plan_on(job_of(QWEN_HALF_B), device, turns, LAYOUT)
+    plan = plan_on(job_of(QWEN_HALF_B), device, LAYOUT, takes_turns=True)
     assert not plan.fits
     assert ("8-bit moments",) in plan.remedies
-    megatron = plan_on(job_of(QWEN_HALF_B), device, turns, replace(LAYOUT, backend="megatron"))
+    megatron = plan_on(
+        job_of(QWEN_HALF_B), device, replace(LAYOUT, backend="megatron"), takes_turns=True
+    )
     assert ("8-bit moments",) not in megatron.remedies
 
 
@@ -240,7 +238,7 @@ def test_a_small_model_is_side_by_side() -> None:
 def test_turns_give_all_memory_to_one_role_at_a_time() -> None:
     """Side by side the engine has memory for few sequences; so the two take turns unless that is excluded."""
     state = TrainingState(offload="optimizer")
-    beside = plan_of(QWEN_7B, state=state, engine=EngineSettings(takes_turns=False))
+    beside = plan_of(QWEN_7B, state=state, takes_turns=False)
     plan = plan_of(QWEN_7B, state=state)
     assert beside.fits
     assert beside.kv_tokens < 256 * 1536 / 10
@@ -272,9 +270,7 @@ def test_weights_that_are_copied_whole() -> None:
     ]
     for copies, has_adapters, is_whole in cases:
         state = TrainingState(offload="optimizer", adapter_parameters=adapters * has_adapters)
-        plan = plan_of(
-            QWEN_7B, state=state, engine=EngineSettings(takes_turns=True, copies_weights=copies)
-        )
+        plan = plan_of(QWEN_7B, state=state, takes_turns=True, copies_weights=copies)
         trainer, weights = plan.roles["trainer"], plan.roles["policy engine"]["weights"]
         passing = weights if is_whole else 2 * 152064 * 3584
         kept = trainer["weights"]
@@ -294,7 +290,8 @@ def test_parts_of_the_weights_that_engines_read_from_ranks() -> None:
                 job=job,
                 layout=layout,
                 device=H100,
-                engine=EngineSettings(takes_turns=False, reads_from_ranks=reads_from_ranks),
+                takes_turns=False,
+                reads_from_ranks=reads_from_ranks,
                 residents=["trainer"],
             )
         )
@@ -312,8 +309,7 @@ def test_by_turns_the_optimizer_is_on_the_device_for_updates_alone() -> None:
     critic = ModelShape.from_config(QWEN_HALF_B)
     job = job_of(QWEN_HALF_B, reference=True, critic=critic)
     apart, beside = (
-        plan_on(job, H100, EngineSettings(takes_turns=takes_turns), LAYOUT)
-        for takes_turns in (True, False)
+        plan_on(job, H100, LAYOUT, takes_turns=takes_turns) for takes_turns in (True, False)
     )
     count = job.policy.num_parameters
     weights = 2 * count
@@ -328,8 +324,8 @@ def test_by_turns_the_optimizer_is_on_the_device_for_updates_alone() -> None:
     stored = plan_on(
         job,
         H100,
-        EngineSettings(takes_turns=True),
         LAYOUT,
+        takes_turns=True,
         state=TrainingState(moments="8bit"),
     )
     # A checkpoint wakes both models.
@@ -345,7 +341,7 @@ def test_other_roles_are_counted() -> None:
         judge=ModelShape.from_config(QWEN_HALF_B),
         judge_lengths=Lengths.recorded([256]),
     )
-    plan = plan_on(job, H100, EngineSettings(), LAYOUT, further_roles={"reward model": 3e9})
+    plan = plan_on(job, H100, LAYOUT, further_roles={"reward model": 3e9})
     count = job.policy.num_parameters
     assert [*plan.roles] == [
         "policy engine",
@@ -417,4 +413,4 @@ def test_remedies_that_are_needed_together() -> None:
 )
 def test_settings_are_checked(setting: str, value: int) -> None:
     with pytest.raises(PlacementError, match=rf"^{setting} is {value}(\.0)?; expected"):
-        EngineSettings(**{setting: value})  # pyright: ignore[reportArgumentType] - wrong on purpose
+        plan_of(QWEN_HALF_B, **{setting: value})

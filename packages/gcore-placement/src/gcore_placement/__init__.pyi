@@ -49,7 +49,6 @@ from .planning.memory import TrainingState as TrainingState, state_bytes as stat
 from .planning.one_device import (
     DevicePlan as DevicePlan,
     DeviceSetting as DeviceSetting,
-    EngineSettings as EngineSettings,
     Resident as Resident,
     plan_device as plan_device,
 )

@@ -13,7 +13,6 @@ from gcore_placement import (
     Device,
     DevicePlan,
     DeviceSetting,
-    EngineSettings,
     ModelShape,
     PlacementError,
     Resident,
@@ -70,7 +69,10 @@ def plan_memory(
         judge_takes_turns = (
             config.judge[1] is not None and STRATEGIES[config.strategy].is_time_shared
         )
-    engine = EngineSettings(
+    setting = DeviceSetting(
+        job=job,
+        layout=training_layout(config, job.policy),
+        device=device,
         max_num_seqs=rollout.planned_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
         copies_weights=_copied_weights(config),
@@ -79,12 +81,6 @@ def plan_memory(
         devices_per_judge=reward_model.judge.tensor_parallel_size,
         takes_turns=takes_turns,
         judge_takes_turns=judge_takes_turns,
-    )
-    setting = DeviceSetting(
-        job=job,
-        layout=training_layout(config, job.policy),
-        device=device,
-        engine=engine,
         state=_training_state(config, job.policy, device),
         further_roles=further_roles,
         residents=residents,

@@ -276,7 +276,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
         comparison = compare(simulator.trace.name, simulator)
     print_comparison(comparison)
     if simulator.trace.name in PUBLISHED:
-        print(f"responses: {PUBLISHED[simulator.trace.name].source}")
+        print(f"responses: {PUBLISHED[simulator.trace.name]['source']}")
     if arguments.save_trace is not None:
         simulator.trace.save(arguments.save_trace)
     if arguments.html is not None:

@@ -12,8 +12,6 @@ class DynamicPartitionConfig(CheckedQuantities):
 
     Example:
         >>> config = DynamicPartitionConfig(move_s=15.0, horizon_steps=50, window=5)
-        >>> config.jump_rounds
-        3
         >>> space = PartitionSpace(num_devices=8, roles=(RoleLimits(devices_per_replica=1),) * 2)
         >>> DynamicPartition(space, space.nearest(4), config).partition.devices
         (4, 4)
@@ -48,8 +46,3 @@ class DynamicPartitionConfig(CheckedQuantities):
         super().__post_init__()
         if self.window % 2 == 0:
             raise refusal("window", self.window, "odd, so that the median is one of the loads")
-
-    @property
-    def jump_rounds(self) -> int:
-        """Rounds of usual size at a new load after which it counts as the load."""
-        return self.window // 2 + 1

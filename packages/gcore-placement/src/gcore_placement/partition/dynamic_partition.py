@@ -35,7 +35,7 @@ class DynamicPartition:
 
     A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
     go where the time for either load, over the shortest for that load, is least in the worse case. After a jump,
-    however large, the best partition is reached in `config.jump_rounds` rounds.
+    however large, the best partition is reached in ``config.window // 2 + 1`` rounds.
 
     Where the load swings faster than that, the best fixed partition so far is kept instead (`Safeguard`).
 

@@ -35,8 +35,8 @@ _ENGINE_STAGES: Mapping[Resident, EngineStage] = {"policy engine": "generation",
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(CheckedQuantities):
-    """The engines of a job on the device, all alike.
+class DeviceSetting(CheckedQuantities):
+    """The roles of a job that share a device, and the settings that their memory depends on; its engines are all alike.
 
     Example:
         >>> policy = ModelShape(qkv_bias=True, tie_word_embeddings=True, workload=TransformerWorkload(
@@ -46,12 +46,18 @@ class EngineSettings(CheckedQuantities):
         >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
         >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
         ...     context_parallel_size=1, data_parallel_size=1, gradient_checkpointing=True, ppo_max_token_len=8192)
-        >>> setting = DeviceSetting(
-        ...     job=job, layout=layout, device=Device.named("H100"), engine=EngineSettings(max_num_seqs=64))
-        >>> round(plan_device(setting).gpu_memory_utilization, 2)
-        0.06
+        >>> setting = DeviceSetting(job=job, layout=layout, device=Device.named("A10G"))
+        >>> plan_device(setting).fits
+        True
+        >>> round(plan_device(replace(setting, max_num_seqs=64, takes_turns=False)).gpu_memory_utilization, 2)
+        0.19
     """
 
+    job: Job
+    """Lengths are taken at their longest, so nothing depends on which are sampled."""
+    layout: TrainingLayout
+    """The trainer's, whose parts on this device count; one that has other devices has all of these alike."""
+    device: Device
     max_num_seqs: Positive = 256
     """Most sequences at once."""
     max_num_batched_tokens: Positive = 8192
@@ -72,31 +78,6 @@ class EngineSettings(CheckedQuantities):
     fits side by side."""
     judge_takes_turns: bool = False
     """One of the policy's engine and the judge is asleep while the other works."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSetting:
-    """The roles of a job that share a device, and the settings that their memory depends on.
-
-    Example:
-        >>> policy = ModelShape(qkv_bias=True, tie_word_embeddings=True, workload=TransformerWorkload(
-        ...     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        ...     num_key_value_heads=2, head_dim=64, vocab_size=151936))
-        >>> lengths = Lengths.recorded([1024])
-        >>> job = Job(policy=policy, prompt_lengths=lengths, response_lengths=lengths, train_batch_size=64, n=8)
-        >>> layout = TrainingLayout(backend="torch", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        ...     context_parallel_size=1, data_parallel_size=1, gradient_checkpointing=True, ppo_max_token_len=8192)
-        >>> setting = DeviceSetting(job=job, layout=layout, device=Device.named("A10G"))
-        >>> plan_device(setting).fits
-        True
-    """
-
-    job: Job
-    """Lengths are taken at their longest, so nothing depends on which are sampled."""
-    layout: TrainingLayout
-    """The trainer's, whose parts on this device count; one that has other devices has all of these alike."""
-    device: Device
-    engine: EngineSettings = field(default_factory=EngineSettings)
     state: TrainingState = DEFAULT_STATE
     """The form in which the models in training are held."""
     further_roles: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -212,8 +193,8 @@ def plan_device(setting: DeviceSetting) -> DevicePlan:
 
 def _choose_turns(setting: DeviceSetting) -> DevicePlan:
     """Plan with turns if they are asked for, or are needed and not excluded."""
-    if setting.engine.takes_turns is not None:
-        return _plan_memory(setting, takes_turns=setting.engine.takes_turns)
+    if setting.takes_turns is not None:
+        return _plan_memory(setting, takes_turns=setting.takes_turns)
     plan = _plan_memory(setting, takes_turns=False)
     has_all = True
     if "policy engine" in setting.residents:
@@ -258,7 +239,7 @@ def _change(setting: DeviceSetting, name: str) -> DeviceSetting:
     state = setting.state
     match name:
         case "turns":
-            return replace(setting, engine=replace(setting.engine, takes_turns=None))
+            return replace(setting, takes_turns=None)
         case "gradient checkpointing":
             layout = replace(layout, gradient_checkpointing=True)
             state = replace(state, checkpointed_share=1.0)
@@ -286,9 +267,9 @@ def _change(setting: DeviceSetting, name: str) -> DeviceSetting:
 
 def _engine_memory(setting: DeviceSetting, role: Resident) -> EngineMemory:
     model, _, _ = setting.job.engine_role(_ENGINE_STAGES[role])
-    tp = setting.engine.devices_per_engine
+    tp = setting.devices_per_engine
     if role == "judge":
-        tp = setting.engine.devices_per_judge
+        tp = setting.devices_per_judge
     return EngineMemory(model=model, tp=tp, compute_bytes=setting.job.compute_bytes)
 
 
@@ -300,20 +281,19 @@ def _longest_sequence(setting: DeviceSetting, role: Resident) -> int:
 def _max_tokens(setting: DeviceSetting, role: Resident) -> int:
     """Return the tokens of all sequences that an engine may run at once, at their longest."""
     job = setting.job
-    num_seqs = min(setting.engine.max_num_seqs, job.train_batch_size * job.n)
+    num_seqs = min(setting.max_num_seqs, job.train_batch_size * job.n)
     return _longest_sequence(setting, role) * num_seqs
 
 
 def _fixed_items(setting: DeviceSetting, memory: EngineMemory) -> dict[str, float]:
     """Return the bytes of an engine besides its keys and values."""
-    engine = setting.engine
-    passes = engine.max_num_batched_tokens / PREFILL_TOKENS
+    passes = setting.max_num_batched_tokens / PREFILL_TOKENS
     # Logits of the running sequences in float32, and their probabilities.
-    sampling = 2.0 * 4 * engine.max_num_seqs * memory.model.workload.vocab_size
+    sampling = 2.0 * 4 * setting.max_num_seqs * memory.model.workload.vocab_size
     return {
         "weights": memory.weights_bytes,
         "workspace": memory.workspace_bytes * passes + sampling,
-        "graphs and libraries": engine.reserve_bytes,
+        "graphs and libraries": setting.reserve_bytes,
     }
 
 
@@ -335,7 +315,7 @@ def _divide_memory(
     kv_tokens: dict[Resident, int] = {}
     for role, sizes in items.items():
         awake: list[Resident] = list(items)
-        if setting.engine.judge_takes_turns:
+        if setting.judge_takes_turns:
             awake = [role]
         free = free_bytes - sum(fixed_bytes[name] for name in awake)
         part = min(1.0, max(0.0, free) / sum(max_kv_bytes[name] for name in awake))
@@ -370,7 +350,7 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
     free_bytes = usable - (resident_models if takes_turns else resident_models + train)
     engines, kv_tokens = _divide_memory(setting, free_bytes)
     sizes = [sum(items.values()) for items in engines.values()]
-    engine_bytes = max(sizes) if sizes and setting.engine.judge_takes_turns else sum(sizes)
+    engine_bytes = max(sizes) if sizes and setting.judge_takes_turns else sum(sizes)
     weights = engines.get("policy engine", {}).get("weights", 0.0)
     awake_in_training = engine_bytes
     sync = resident + engine_bytes - weights
@@ -428,7 +408,7 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
 
 def _kept_part(setting: DeviceSetting) -> float:
     """Return the bytes of a rank's part of the weights that engines read from its device."""
-    if not setting.engine.reads_from_ranks or "trainer" not in setting.residents:
+    if not setting.reads_from_ranks or "trainer" not in setting.residents:
         return 0.0
     job = setting.job
     return job.compute_bytes * job.policy.num_parameters / setting.layout.num_ranks
@@ -436,7 +416,7 @@ def _kept_part(setting: DeviceSetting) -> float:
 
 def _passes_at_once(setting: DeviceSetting, *, takes_turns: bool) -> bool:
     """Return whether all new weights are on the device before the engine takes them."""
-    copied = setting.engine.copies_weights
+    copied = setting.copies_weights
     if not setting.state.adapter_parameters:
         return copied == "all"
     # An engine that keeps its old weights until it has all new ones takes them all at once.
@@ -489,7 +469,7 @@ def _plan_host(
     states = on_device["optimizer"] if takes_turns else 0.0
     models = 0.0
     sleeping = 0.0
-    if takes_turns or (setting.engine.judge_takes_turns and len(engines) > 1):
+    if takes_turns or (setting.judge_takes_turns and len(engines) > 1):
         sleeping = sum(items["weights"] for items in engines.values())
     if offload != "none":
         states = offloaded_optimizer_bytes(on_device["optimizer"], job, state)

@@ -10,7 +10,7 @@ from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCost
 from gcore_placement.partition.space import PartitionSpace, RoleLimits
 from gcore_placement.quantities import check_known
 from gcore_placement.simulation.simulator import Simulator
-from gcore_placement.workload.recorded_runs import PublishedCurve
+from gcore_placement.workload.recorded_runs import published_trace
 from gcore_placement.workload.traces import Drift, Trace, TraceRecipe, steady
 
 _TABLES = tomllib.loads(
@@ -71,10 +71,8 @@ SCENARIOS = {name: _make_recipe(name) for name in _TABLES["scenarios"]}
 """Trace recipes by name; the scale sets their sizes."""
 FAMILY = {name: _make_recipe(name) for name in _TABLES["family"]}
 """Trace recipes by name on which dynamic must not be much slower than the best split."""
-PUBLISHED = {
-    name: PublishedCurve(name=name, **fields) for name, fields in _TABLES["published"].items()
-}
-"""Response lengths of published runs, by name."""
+PUBLISHED: Mapping[str, Mapping[str, Any]] = _TABLES["published"]
+"""Response lengths of published runs, by name: their ``source``, and arguments of `published_trace`."""
 
 
 def scenario(
@@ -103,8 +101,9 @@ def scenario(
     costs = costs or JOBS[job]
     train_batch_size, unit_devices = SCALES[num_devices]
     if trace is None and name in PUBLISHED:
-        trace = PUBLISHED[name].trace(
-            num_steps=num_steps or 60, num_prompts=train_batch_size, seed=seed
+        curve = {field: value for field, value in PUBLISHED[name].items() if field != "source"}
+        trace = published_trace(
+            name, **curve, num_steps=num_steps or 60, num_prompts=train_batch_size, seed=seed
         )
     elif trace is None:
         trace = resize(

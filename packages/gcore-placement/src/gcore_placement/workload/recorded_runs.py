@@ -141,6 +141,9 @@ def _find_root(function: Callable[[float], float], value: float, *, highest: flo
 
 JUDGE_SIGMA = 0.6
 """Standard deviation of the logarithm of judgement lengths, which no run records."""
+_PUBLISHED_PROMPT_LENGTH = 300
+_PUBLISHED_JUDGE_MEDIAN = 800
+_PUBLISHED_JUDGE_LENGTH = 8192
 _PROBABILITIES = np.concatenate([np.linspace(0.001, 0.99, 100), 1 - np.geomspace(0.009, 1e-6, 40)])
 
 Quantiles = Sequence[tuple[float, float]]
@@ -201,38 +204,37 @@ def _quantiles(probabilities: Floats, lengths: NDArray[Any]) -> Quantiles:
     return list(zip(probabilities.tolist(), lengths.tolist(), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedCurve:
-    """The length of responses over a run as a publication shows it: a few points, joined by lines.
+def published_trace(
+    name: str,
+    *,
+    points: Sequence[tuple[float, float, float]],
+    num_steps: int,
+    num_prompts: int,
+    seed: int,
+    sigma: float = 0.9,
+) -> Trace:
+    """Return a trace of the length of responses as a publication shows it, its steps spread evenly over the run.
 
-    Everything else is an assumption: lengths of prompts and judgements that stay, and no group that is dropped.
+    Everything else is an assumption: groups of 16 responses of which none is dropped, and lengths of prompts and
+    judgements that stay.
+
+    Args:
+        points: a few, joined by lines: step, mean tokens of a response, and most that were allowed from there on.
+        sigma: standard deviation of the logarithm of response lengths.
     """
-
-    name: str
-    source: str
-    points: Sequence[tuple[float, float, float]]
-    """Step, mean tokens of a response, and most that were allowed from there on."""
-    sigma: float = 0.9
-    """Standard deviation of the logarithm of response lengths."""
-    prompt_length: float = 300
-    judge_median: float = 800
-    max_judge_length: float = 8192
-
-    def trace(self, *, num_steps: int, num_prompts: int, n: int = 16, seed: int = 0) -> Trace:
-        """Return a trace of `num_steps` steps, spread evenly over the run."""
-        steps, means, limits = np.array(self.points).T
-        moments = np.linspace(steps[0], steps[-1], num_steps)
-        limits = limits[np.searchsorted(steps, moments, side="right") - 1]
-        medians = np.interp(moments, steps, means) * float(np.exp(-(self.sigma**2) / 2))
-        judge = _cut_log_normal(self.judge_median, JUDGE_SIGMA, self.max_judge_length)
-        recorded: list[RecordedStep] = []
-        for median, limit in zip(medians.tolist(), limits.tolist(), strict=True):
-            step = RecordedStep(
-                num_prompts=num_prompts,
-                num_accepted=num_prompts,
-                prompt_quantiles=((0.5, self.prompt_length),),
-                response_quantiles=_cut_log_normal(median, self.sigma, limit),
-                judge_quantiles=judge,
-            )
-            recorded.append(step)
-        return recorded_trace(self.name, recorded, n=n, seed=seed)
+    steps, means, limits = np.array(points).T
+    moments = np.linspace(steps[0], steps[-1], num_steps)
+    limits = limits[np.searchsorted(steps, moments, side="right") - 1]
+    medians = np.interp(moments, steps, means) * float(np.exp(-(sigma**2) / 2))
+    judge = _cut_log_normal(_PUBLISHED_JUDGE_MEDIAN, JUDGE_SIGMA, _PUBLISHED_JUDGE_LENGTH)
+    recorded: list[RecordedStep] = []
+    for median, limit in zip(medians.tolist(), limits.tolist(), strict=True):
+        step = RecordedStep(
+            num_prompts=num_prompts,
+            num_accepted=num_prompts,
+            prompt_quantiles=((0.5, _PUBLISHED_PROMPT_LENGTH),),
+            response_quantiles=_cut_log_normal(median, sigma, limit),
+            judge_quantiles=judge,
+        )
+        recorded.append(step)
+    return recorded_trace(name, recorded, n=16, seed=seed)
