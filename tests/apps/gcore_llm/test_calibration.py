@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from gcore_runs.simulation.config import (
 )
 from gcore_runs.simulation.fit import (
     STAGES,
-    CostFit,
     MeasuredRun,
     Parameters,
     fit,
@@ -138,7 +137,7 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
     return str(folder)
 
 
-def fitted(run: MeasuredRun, last: int) -> CostFit:
+def fitted(run: MeasuredRun, last: int) -> tuple[Parameters, Mapping[str, float]]:
     """To the steps up to this one."""
     return fit([run], [np.arange(len(run.rows)) < last], lambda: None)
 
@@ -153,29 +152,29 @@ def step_error(run: MeasuredRun, parameters: Parameters, steps: slice) -> float:
 
 def test_known_parameters_come_back(alone: SimulateConfig, tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", alone), max_steps=100)
-    found = fitted(run, 6)
+    parameters, _ = fitted(run, 6)
     # Lengths are known by their sum and maximum alone, so that the work of attention is not quite that of the run.
-    for name, value in asdict(found.parameters).items():
+    for name, value in asdict(parameters).items():
         assert value == pytest.approx(
             getattr(TRUE, name), rel=0.15 if name == "micro_batch_s" else 0.03
         ), name
     assert run.measured_seconds() == pytest.approx(
-        run.simulate_seconds(found.parameters), rel=0.1, abs=1e-6
+        run.simulate_seconds(parameters), rel=0.1, abs=1e-6
     )
-    assert abs(step_error(run, found.parameters, slice(6, None))) < 0.01
+    assert abs(step_error(run, parameters, slice(6, None))) < 0.01
 
 
 def test_noise_stays_within_the_errors(alone: SimulateConfig, tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", alone, noise=0.1), max_steps=100)
-    found = fitted(run, 10)
-    assert found.errors.keys() == asdict(TRUE).keys()
-    for name, error in found.errors.items():
-        assert abs(
-            getattr(found.parameters, name) - getattr(TRUE, name)
-        ) < 3 * error + 0.05 * getattr(TRUE, name)
-    assert found.errors["base_s"] < 0.1 * TRUE.base_s
+    parameters, errors = fitted(run, 10)
+    assert errors.keys() == asdict(TRUE).keys()
+    for name, error in errors.items():
+        assert abs(getattr(parameters, name) - getattr(TRUE, name)) < 3 * error + 0.05 * getattr(
+            TRUE, name
+        )
+    assert errors["base_s"] < 0.1 * TRUE.base_s
     # What is fitted to adds up, stage by stage.
-    means = run.simulate_seconds(found.parameters).mean(axis=0)
+    means = run.simulate_seconds(parameters).mean(axis=0)
     assert means == pytest.approx(run.measured_seconds().mean(axis=0), rel=0.01)
 
 
@@ -186,14 +185,14 @@ def test_another_size_is_predicted(many: SimulateConfig, tmp_path: Path) -> None
         many, steps=5, train_batch_size=16, max_response_length=384, response_length=longer
     )
     other = read_run(write_run(tmp_path / "large", large), max_steps=100)
-    found = fitted(small, 6)
+    parameters, _ = fitted(small, 6)
     # The lengths of these four steps are drawn again: over seeds this error has a standard deviation of 0.13.
-    assert abs(step_error(small, found.parameters, slice(6, None))) < 0.1
+    assert abs(step_error(small, parameters, slice(6, None))) < 0.1
     assert (
         other.measured_seconds().sum(axis=1).mean()
         > 1.5 * small.measured_seconds().sum(axis=1).mean()
     )
-    assert abs(step_error(other, found.parameters, slice(None))) < 0.15
+    assert abs(step_error(other, parameters, slice(None))) < 0.15
 
 
 def test_runs_are_fitted_together(alone: SimulateConfig, tmp_path: Path) -> None:
@@ -204,8 +203,8 @@ def test_runs_are_fitted_together(alone: SimulateConfig, tmp_path: Path) -> None
     ]
     runs = [read_run(path, max_steps=4) for path in paths]
     calls: list[None] = []
-    found = fit(runs, [np.ones(4, bool)] * 2, lambda: calls.append(None))
-    assert found.parameters.micro_batch_s == pytest.approx(TRUE.micro_batch_s, rel=0.1)
+    parameters, _ = fit(runs, [np.ones(4, bool)] * 2, lambda: calls.append(None))
+    assert parameters.micro_batch_s == pytest.approx(TRUE.micro_batch_s, rel=0.1)
     assert len(calls) == num_simulations(runs)
 
 
@@ -213,9 +212,9 @@ def test_what_is_not_seen_stays(alone: SimulateConfig, tmp_path: Path) -> None:
     run = read_run(
         write_run(tmp_path / "run", replace(alone, steps=4, kl_loss_coef=0.0)), max_steps=100
     )
-    found = fitted(run, 4)
-    assert "forward_share" not in found.errors
-    assert found.parameters.forward_share == Parameters().forward_share
+    parameters, errors = fitted(run, 4)
+    assert "forward_share" not in errors
+    assert parameters.forward_share == Parameters().forward_share
     assert run.measured_seconds()[:, STAGES.index("prepare")].tolist() == [0.0] * 4
 
 
@@ -268,8 +267,8 @@ def test_a_real_run_is_described(cli: Cli, own_args: list[str], chatty: Path) ->
     assert "runs/real: 4 steps fitted to" in out
     assert "runs/real: 2 steps held out" in out
     run = read_run(str(cli.cwd / "runs/real"), max_steps=100)
-    found = fitted(run, 9)
-    seconds = run.simulate_seconds(found.parameters)
+    parameters, _ = fitted(run, 9)
+    seconds = run.simulate_seconds(parameters)
     assert np.isfinite(seconds).all()
     assert seconds.mean(axis=0) == pytest.approx(
         run.measured_seconds().mean(axis=0), rel=0.05, abs=1e-4

@@ -83,7 +83,7 @@ def log_to(
     root = logging.getLogger()
     is_first = not root.handlers
     handler = _File(folder / f"{process}.log", redirect=redirect)
-    handler.setFormatter(_Prefixed(process))
+    handler.setFormatter(_Printable(process))
     stack.callback(handler.close)
     # A process before this one may have been killed in the middle of its output.
     handler.mark()
@@ -131,24 +131,22 @@ def announce_slow_calls(announce: Callable[[str], None]) -> Generator[None]:
         logger.removeFilter(pass_on)
 
 
-class _Prefixed(logging.Formatter):
-    """Puts time, process and level before every line of a record, a traceback's too."""
+class _Printable(logging.Formatter):
+    """Formats records for the screen or, with the name of a ``process``, for its file.
 
-    def __init__(self, process: str) -> None:
-        super().__init__("%(name)s: %(message)s")
+    There time, process and level are before every line of a record, a traceback's too.
+    """
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__("%(name)s: %(message)s" if process else None)
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        start = f"{_utc(record.created)} {self._process} {record.levelname} "
         text = printable(super().format(record))
+        if not self._process:
+            return text
+        start = f"{_utc(record.created)} {self._process} {record.levelname} "
         return "\n".join(start + line for line in text.rstrip("\n").split("\n"))
-
-
-class _Printable(logging.Formatter):
-    """Formats records for the screen."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
 
 
 class _File(RotatingFileHandler):

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from rich.console import Console
 
@@ -80,11 +80,7 @@ def _check_no_running_loop() -> None:
     )
 
 
-class Closable(Protocol):
-    async def close(self) -> None: ...
-
-
-ClosableT = TypeVar("ClosableT", bound=Closable)
+ServicesT = TypeVar("ServicesT")
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 T = TypeVar("T")
 
@@ -234,9 +230,9 @@ class Supervisor:
                 return
 
     @contextmanager
-    def run_services(self, starting: Coroutine[Any, Any, ClosableT]) -> Generator[ClosableT]:
-        """Await what starts services, and close them when the block ends in any way."""
-        services = self.run_async(starting)
+    def run_services(self, starting: Coroutine[Any, Any, ServicesT]) -> Generator[ServicesT]:
+        """Await what starts services, and close them by their ``close()`` when the block ends in any way."""
+        services: Any = self.run_async(starting)
         try:
             yield services
         finally:

@@ -2,7 +2,6 @@
 
 import base64
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,28 +20,11 @@ _SMALL = 64
 _KEYS = {"prompt", "file", "columns", "width", "height", "scores"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gallery:
-    """The prompts that are shown, with a sheet of images for each step, and how many there are in all."""
+def read_gallery(samples: Path, notes: list[str]) -> Row | None:
+    """Return the gallery of the folders `step-*` in ``samples``; None: there is none. What is unreadable is noted.
 
-    prompts: list[tuple[str, list[Row]]]
-    num_prompts: int
-    steps: list[int]
-    num_steps: int
-
-    @property
-    def seen(self) -> str:
-        """The caption."""
-        parts: list[str] = []
-        if len(self.prompts) < self.num_prompts:
-            parts.append(f"{len(self.prompts)} of {self.num_prompts} prompts are shown")
-        if len(self.steps) < self.num_steps:
-            parts.append(f"{len(self.steps)} of {self.num_steps} evaluations are shown")
-        return f"{', '.join(parts)}; the others are in samples/." if parts else ""
-
-
-def read_gallery(samples: Path, notes: list[str]) -> Gallery | None:
-    """Return the gallery of the folders `step-*` in ``samples``; None: there is none. What is unreadable is noted."""
+    It has the ``prompts`` that are shown, each with a sheet of images for each step, and a caption, ``seen``.
+    """
     folders = {int(folder.name.removeprefix("step-")): folder for folder in samples.glob("step-*/")}
     if not folders:
         return None
@@ -71,7 +53,13 @@ def read_gallery(samples: Path, notes: list[str]) -> Gallery | None:
         prompts.append((prompt, sheets))
     if not prompts:
         return None
-    return Gallery(prompts=prompts, num_prompts=len(by_prompt), steps=steps, num_steps=len(folders))
+    left_out: list[str] = []
+    if len(prompts) < len(by_prompt):
+        left_out.append(f"{len(prompts)} of {len(by_prompt)} prompts are shown")
+    if len(steps) < len(folders):
+        left_out.append(f"{len(steps)} of {len(folders)} evaluations are shown")
+    caption = f"{', '.join(left_out)}; the others are in samples/." if left_out else ""
+    return {"prompts": prompts, "seen": caption}
 
 
 def _sheet(step: int, folder: Path, row: Row) -> Row:

@@ -3,13 +3,13 @@
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gcore_runs.loop.best import exported_evaluation
 from gcore_runs.report.gallery import read_gallery
@@ -127,99 +127,73 @@ def _parts_of_rewards(run: ReportedRun) -> list[Signal]:
     return signals[:MAX_PARTS]
 
 
-class FigureTile(NamedTuple):
-    """One number of the page's first row."""
-
-    label: str
-    value: str = ""
-    note: str = "no step recorded yet"
+def _tile(label: str, value: str = "", note: str = "no step recorded yet") -> Row:
+    """Return one number of the page's first row."""
+    return {"label": label, "value": value, "note": note}
 
 
-def tiles(run: ReportedRun) -> list[FigureTile]:
+def tiles(run: ReportedRun) -> list[Row]:
     steps, rewards = series(run.metrics, run.kind.key)
     _, throughput = series(run.metrics, "perf/throughput")
     _, step_times = series(run.metrics, "timing_s/step")
-    reward = FigureTile(f"{run.kind.name.capitalize()}, last step")
-    speed = FigureTile("Throughput")
-    step = FigureTile("Step time")
-    wall = FigureTile("Wall time")
+    reward = _tile(f"{run.kind.name.capitalize()}, last step")
+    speed = _tile("Throughput")
+    step = _tile("Step time")
+    wall = _tile("Wall time")
     if rewards:
         recent = rewards[-mean_window(len(rewards)) :]
         note = f"step {steps[-1]:.0f}"
         if len(recent) > 1:
             note = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
-        reward = FigureTile(reward.label, amount(rewards[-1]), note)
+        reward |= {"value": amount(rewards[-1]), "note": note}
     if throughput:
         median = amount(statistics.median(throughput))
-        speed = FigureTile(speed.label, median, f"{run.kind.throughput_unit}, median")
+        speed |= {"value": median, "note": f"{run.kind.throughput_unit}, median"}
     if step_times:
         slowest = f"median; slowest {duration(max(step_times))}"
-        step = FigureTile(step.label, duration(statistics.median(step_times)), slowest)
-        wall = FigureTile(
-            wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps"
-        )
+        step |= {"value": duration(statistics.median(step_times)), "note": slowest}
+        number_of_steps = f"in {len(step_times):,} training steps"
+        wall |= {"value": duration(sum(step_times)), "note": number_of_steps}
     evaluations = [_evaluation_tile(run)]
     for key, label in run.kind.tiles.items():
-        change = _change(run, key)
-        if change:
-            evaluations.append(
-                _change_tile(label, change, amount(change.first), amount(change.last))
-            )
+        if series(run.metrics, key)[0]:
+            evaluations.append(_change_tile(run, label, key, amount))
     return [*evaluations, reward, speed, step, wall]
 
 
-class _Change(NamedTuple):
-    """A metric at the first evaluation, and at that of the policy that is exported."""
-
-    first_step: int
-    first: float
-    last_step: int
-    last: float
-    num_evaluations: int
-
-
-def _change(run: ReportedRun, key: str) -> _Change | None:
-    """Return how a metric of evaluations has changed; None: it was never measured."""
-    evaluations = [row for row in run.metrics if number(row.get(key)) is not None]
-    if not evaluations:
-        return None
-    before = evaluations[0]
-    after = exported_evaluation(evaluations, run.best_step)
-    return _Change(before["step"], before[key], after["step"], after[key], len(evaluations))
-
-
-def _evaluation_tile(run: ReportedRun) -> FigureTile:
+def _evaluation_tile(run: ReportedRun) -> Row:
     measure = run.kind.measure
     for way, key in run.kind.evaluations.items():
-        change = _change(run, key)
-        if change is None:
-            continue
         _, scores = series(run.metrics, key)
-        is_share = measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1
-        if is_share:
+        if not scores:
+            continue
+        show: Callable[[float], str] = amount
+        if measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1:
             measure = "accuracy"
-            first = f"{change.first:.0%}"
-            last = f"{change.last:.0%}"
-        else:
-            first = amount(change.first)
-            last = amount(change.last)
+            show = "{:.0%}".format
         label = f"Held-out {measure}, {way}" if way else f"Held-out {measure}"
-        return _change_tile(label, change, first, last)
+        return _change_tile(run, label, key, show)
     if measure == "score":
         measure = "accuracy"
-    return FigureTile(f"Held-out {measure}", note="not evaluated yet")
+    return _tile(f"Held-out {measure}", note="not evaluated yet")
 
 
-def _change_tile(label: str, change: _Change, first: str, last: str) -> FigureTile:
-    if change.num_evaluations == 1:
-        return FigureTile(label, first, f"step {change.first_step}; not evaluated again yet")
-    if change.first_step == change.last_step:
-        return FigureTile(
-            label, first, f"step {change.first_step}, which is exported: none was better"
-        )
-    return FigureTile(
-        label, f"{first} → {last}", f"step {change.first_step} → step {change.last_step}"
-    )
+def _change_tile(run: ReportedRun, label: str, key: str, show: Callable[[float], str]) -> Row:
+    """Return how a metric has changed from the first evaluation to that of the policy that is exported."""
+    evaluations = [row for row in run.metrics if number(row.get(key)) is not None]
+    before = evaluations[0]
+    after = exported_evaluation(evaluations, run.best_step)
+    first_step = before["step"]
+    last_step = after["step"]
+    value = show(before[key])
+    note = f"step {first_step} → step {last_step}"
+    if len(evaluations) == 1:
+        note = f"step {first_step}; not evaluated again yet"
+    elif first_step == last_step:
+        note = f"step {first_step}, which is exported: none was better"
+    else:
+        value += f" → {show(after[key])}"
+    return _tile(label, value, note)
 
 
 def reward_seen(run: ReportedRun) -> str:

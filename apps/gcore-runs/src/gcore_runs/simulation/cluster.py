@@ -124,18 +124,29 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
             num_controllers=size,
             clock=now_s,
         )
-        recorder = _FiguresRecorder(config, meter, ledger, report)
+        steps: list[StepSummary] = []
+
+        async def record(event: Event) -> None:
+            """Keep the figures of a step, and nothing else."""
+            if not isinstance(event, Stepped):
+                return
+            with meter.exclude():
+                steps.append(_summarize(event, config, meter, ledger))
+                report(steps[-1])
+                # Of the objects of this step alone.
+                gc.collect(1)
+
         _, program = self._program(meter, ledger)
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             with frozen_objects():
-                run_simulated(program(self.job, recorder), roles=None, world_size=size)
+                run_simulated(program(self.job, record), roles=None, world_size=size)
         finally:
             if was_enabled:
                 gc.enable()
-        return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
+        return Simulation(config=config, steps=steps, wall_s=time.perf_counter() - start_s)
 
     def _program(
         self, meter: LoadMeter, ledger: RunningLedger | None
@@ -190,42 +201,19 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         return [(ModelledEngine(state, count), slots and count * slots) for count in counts]
 
 
-class _FiguresRecorder:
-    """Records the figures of steps, and nothing else."""
-
-    def __init__(
-        self,
-        config: SimulateConfig,
-        meter: LoadMeter,
-        ledger: RunningLedger,
-        report: Callable[[StepSummary], None],
-    ) -> None:
-        self.steps: list[StepSummary] = []
-        self._config = config
-        self._meter = meter
-        self._ledger = ledger
-        self._report = report
-
-    async def __call__(self, event: Event) -> None:
-        if not isinstance(event, Stepped):
-            return
-        metrics = event.metrics
-        with self._meter.exclude():
-            step_s = metrics["timing_s/step"]
-            figures = StepSummary(
-                step=event.step,
-                step_s=step_s,
-                num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
-                device_s=self._ledger.cut(),
-                controller_load=[
-                    busy_s / step_s if step_s > 0 else 0.0 for busy_s in self._meter.cut()
-                ],
-                metrics=metrics,
-            )
-            self.steps.append(figures)
-            self._report(figures)
-            # Of the objects of this step alone.
-            gc.collect(1)
+def _summarize(
+    event: Stepped, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger
+) -> StepSummary:
+    metrics = event.metrics
+    step_s = metrics["timing_s/step"]
+    return StepSummary(
+        step=event.step,
+        step_s=step_s,
+        num_tokens=metrics.get("perf/total_num_tokens", 0.0) * config.token_unit,
+        device_s=ledger.cut(),
+        controller_load=[busy_s / step_s if step_s > 0 else 0.0 for busy_s in meter.cut()],
+        metrics=metrics,
+    )
 
 
 class _LedgerTimer(StageTimer):

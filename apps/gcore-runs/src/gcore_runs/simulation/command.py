@@ -166,18 +166,17 @@ def run_calibrate(
         def advance() -> None:
             display.show_progress(next(done), [])
 
-        result = fit(fitted_runs, [used for used, _ in steps[: len(fitted_runs)]], advance)
+        is_used = [used for used, _ in steps[: len(fitted_runs)]]
+        parameters, errors = fit(fitted_runs, is_used, advance)
         seconds: list[NDArray[np.float64]] = []
         for run in runs:
-            seconds.append(
-                np.stack([run.measured_seconds(), run.simulate_seconds(result.parameters)])
-            )
+            seconds.append(np.stack([run.measured_seconds(), run.simulate_seconds(parameters)]))
             advance()
     rows: list[Sequence[str]] = []
     for name, fitted in FITTED.items():
-        if name in result.errors:
-            value = fitted.factor * getattr(result.parameters, name)
-            error = fitted.factor * result.errors[name]
+        if name in errors:
+            value = fitted.factor * getattr(parameters, name)
+            error = fitted.factor * errors[name]
             rows.append(
                 (fitted.label, f"{value:,.4g} {fitted.unit}", f"{error:,.4g} {fitted.unit}")
             )
@@ -188,7 +187,7 @@ def run_calibrate(
                 display.console.print(
                     _stage_table(f"{run.name}: {mask.sum()} steps {name}", pair[:, mask])
                 )
-    out.write_text(tomli_w.dumps(asdict(result.parameters.apply(runs[0].config, runs[0].workload))))
+    out.write_text(tomli_w.dumps(asdict(parameters.apply(runs[0].config, runs[0].workload))))
     display.say(f"settings: {out}, for {prog} --config {out}")
     return True
 

@@ -244,20 +244,13 @@ class Parameters:
         return 0.1 * (getattr(self, name) or getattr(Parameters(), name))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostFit:
-    """The outcome of a fit."""
-
-    parameters: Parameters
-    errors: Mapping[str, float]
-    """Standard error of each parameter, but for those that no step depends on: these keep their values."""
-
-
 @frozen_objects()
 def fit(
     runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance: Callable[[], None]
-) -> CostFit:
-    """Fit all parameters to some steps of one or more runs.
+) -> tuple[Parameters, Mapping[str, float]]:
+    """Fit all parameters to some steps of one or more runs, and return them with their standard errors.
+
+    A parameter that no step depends on keeps its value, and has no error.
 
     Each stage is fitted by itself, weighted by the inverse of its simulated time: that is, the variance grows with the
     time, and without priors the simulated times add up to the measured ones (with priors, they are scaled so).
@@ -307,7 +300,7 @@ def fit(
                     values[name] = float(value)
                     errors[name] = float(error)
         parameters = Parameters(**values)
-    return CostFit(parameters=parameters, errors=errors)
+    return parameters, errors
 
 
 def num_simulations(runs: Sequence[MeasuredRun]) -> int:

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class TrackedRun:
     config: Mapping[str, Any]
 
 
-class Tracker(AbstractContextManager[Any], ABC):
+class Tracker(AbstractContextManager[Any]):
     """Gets every metric of a run, until it is closed."""
 
     keeps_history: ClassVar[bool] = True
