@@ -79,10 +79,10 @@ def evaluated(shared_cli: Cli, own_args: list[str]) -> Path:
     return cwd / "runs/default"
 
 
-def test_top_p_and_top_k_are_of_evaluation_alone() -> None:
-    """A set may have others; responses to be trained on are drawn from all tokens."""
+def test_evaluation_has_a_top_p_and_top_k_of_its_own() -> None:
+    """A set may have others, too."""
     settings = ValConfig(top_p=0.95, top_k=20, sets={"x": {"top_k": 5}})
-    rollout = RolloutConfig(val_kwargs=settings, stop=("</a>",))
+    rollout = RolloutConfig(val_kwargs=settings, stop=("</a>",), top_p=0.9, top_k=50)
     config = TrainConfig(
         rollout=rollout,
         data=DataConfig(train_files=("a.jsonl",), val_files=("x=b.jsonl", "c.jsonl")),
@@ -94,7 +94,7 @@ def test_top_p_and_top_k_are_of_evaluation_alone() -> None:
     samplings = [own.sampling for own in val_sets(prompts, config, {})]
     assert [(own.top_p, own.top_k) for own in samplings] == [(0.95, 20), (0.95, 5)]
     trained = sampling_params(config)
-    assert (trained.top_p, trained.top_k) == (1.0, -1)
+    assert (trained.top_p, trained.top_k) == (0.9, 50)
     assert {own.stop for own in (trained, *samplings)} == {("</a>",)}
 
 

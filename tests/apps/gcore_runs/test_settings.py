@@ -199,7 +199,7 @@ def test_unknown_names(command: str, args: list[str], expected: str) -> None:
             {"actor_rollout_ref": {"rollout": {"n": 4}}},
             "actor_rollout_ref.rollout.n; did you mean rollout.n?",
         ),
-        ({"rollout": {"top_k": 4}}, "unknown field rollout.top_k; there is no such setting: "),
+        ({"rollout": {"min_p": 0.1}}, "unknown field rollout.min_p; there is no such setting: "),
         ({"rollout": 4}, "s.toml: rollout is 4; expected a table"),
     ],
 )

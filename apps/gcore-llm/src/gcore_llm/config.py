@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.agents.config import AgentConfig, MultiTurnConfig
-from gcore_llm.evaluation.config import ValConfig
+from gcore_llm.evaluation.config import NEEDS_TOP_K, ValConfig
 from gcore_llm.learning.config import AlgorithmConfig, DistillationConfig
 from gcore_llm.sections import (
     ActorConfig,
@@ -29,11 +29,13 @@ from gcore_runs import (
     BaseRolloutConfig,
     Bound,
     Count,
+    FractionAbove0,
     NonNegative,
     ReadWith,
     UserError,
     above,
     adapter_settings,
+    at_least,
     one_of,
     schedule_settings,
 )
@@ -56,6 +58,11 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
     """Divides the logits when sampling, and when the trainer scores."""
+    top_p: FractionAbove0 = 1.0
+    """Responses are drawn from the fewest most probable tokens with at least this probability together, after the
+    temperature; 1: from all. The trainer normalises over the tokens that the engine kept."""
+    top_k: Annotated[int, at_least(-1, "1 or more, or -1 for all tokens")] = -1
+    """Responses are drawn from so many most probable tokens; -1 or 0: from all."""
     stop: Annotated[tuple[str, ...], Bound(all, "strings that are not empty")] = ()
     """Strings that end a response, such as '</answer>', as an end-of-sequence token does. The token that completes one
     and those before it are a part of the response, and are learned; in several turns, they end a turn."""
@@ -95,6 +102,11 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     def has_several_turns(self) -> bool:
         """True if an environment, an agent or the reward answers turns."""
         return self.multi_turn.is_used or bool(self.agent.run)
+
+    @property
+    def truncates(self) -> bool:
+        """True if responses to be trained on are not drawn from all tokens."""
+        return self.top_p < 1 or self.top_k > 0
 
     @property
     def weights_dir(self) -> str:
@@ -308,6 +320,12 @@ class TrainConfig(BaseRLConfig):
                 several_turns: "because one response to one prompt is compared",
                 greedy: "whose greedy response is in no group",
             }
+        if rollout.truncates:
+            name = ("rollout.top_p", "1") if rollout.top_p < 1 else ("rollout.top_k", "-1")
+            conflicts[name] = {several_turns: "which keep no sets of tokens"}
+            if "return_sampling_mask" not in rollout.kind.own_options:
+                reason = "which does not return the tokens it kept; hf and vllm do"
+                conflicts[name][f"rollout.engine {rollout.engine!r}"] = reason
         if rollout.tail_batching:
             conflicts["rollout.tail_batching", "false"] = {
                 overlapped: "whose batches are not by the present weights",
@@ -342,8 +360,12 @@ class TrainConfig(BaseRLConfig):
             # A condition that does not hold is empty.
             for condition, reason in reasons.items():
                 self.require(name, not condition, f"{accepted} with {condition}, {reason}")
-        if self.data.val_files or rollout.val_kwargs != ValConfig():
-            rollout.val_kwargs.check(self.data.val_files, compares=self.reward_model.compares)
+        on_gpu = self.device.startswith("cuda")
+        needs_top_k = on_gpu and rollout.engine == "vllm" and rollout.truncates
+        self.require("rollout.top_k", rollout.top_k > 0 or not needs_top_k, NEEDS_TOP_K)
+        rollout.val_kwargs.check(
+            self.data.val_files, compares=self.reward_model.compares, needs_top_k=needs_top_k
+        )
         self.distillation.check_with(algorithm.adv_estimator, is_simulated=self.is_simulated)
         if not algorithm.rollout_correction.is_active:
             rollout.check_precision()

@@ -132,6 +132,8 @@ def engine_factory(
         options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
         if config.actor.router_replay == "R3":
             own_options["return_routed_experts"] = True
+        if config.rollout.truncates:
+            own_options["return_sampling_mask"] = True
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)
@@ -444,5 +446,7 @@ def sampling_params(config: TrainConfig) -> SamplingParams:
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
         stop=rollout.stop,
     )

@@ -142,11 +142,11 @@ def test_the_command(cli: Cli) -> None:
     assert out.count("equal") == 3
     assert "differs" not in out
     # The library's own config shows what a conversion leaves out, and is computed with its own values.
-    words = " ".join([N8, *VERL["grpo"], f"{ROLLOUT}.top_p=0.9", "a.b=1"])
+    words = " ".join([N8, *VERL["grpo"], f"{ROLLOUT}.do_sample=False", "a.b=1"])
     (cli.cwd / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words}\n")
     out = cli.ok("compare-with", "verl", "run.sh")
     assert out.count("equal") == 3
-    assert f"{ROLLOUT}.top_p" in out
+    assert f"{ROLLOUT}.do_sample" in out
     assert "unknown" in out
     assert "library is 'slime'; expected 'verl' or 'trl'" in cli.refused(
         "compare-with", "slime", "run.toml"

@@ -44,10 +44,11 @@ def test_a_config_of_their_examples() -> None:
         "actor.loss.loss_agg_mode": "token-mean",
         "actor.loss.clip_ratio_high": 0.2,
         "trainer.total_training_steps": 1000,
+        "rollout.top_p": 0.999,
         "algorithm.filter_groups": False,
     }
     assert {name: found[name] for name in expected} == expected
-    assert missing(conversion) == {"top_p"}
+    assert not missing(conversion)
     assert set(conversion.values) <= verdicts(conversion).keys()
 
 
@@ -258,7 +259,7 @@ def test_units_and_meanings(name: str) -> None:
 
 
 LOST = {
-    "top_p": ("grpo", "0.9"),
+    "min_p": ("grpo", "0.1"),
     "loss_type": ("grpo", "vespo"),
     "scale_rewards": ("grpo", "batch"),
     "use_bias_correction_kl": ("grpo", "True beta=0.1"),

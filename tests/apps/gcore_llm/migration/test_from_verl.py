@@ -407,6 +407,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "actor.target_modules": ["q_proj", "v_proj"],
         },
     ),
+    "top-p and top-k": (
+        (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=50"),
+        {"rollout.top_p": 0.9, "rollout.top_k": 50},
+    ),
     "held-out responses": (
         (
             *(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.n=16"),
@@ -510,8 +514,6 @@ def test_a_number_may_be_written_as_text() -> None:
 
 
 MISSING = {
-    f"{ROLLOUT}.top_p": "0.9",
-    f"{ROLLOUT}.top_k": "50",
     f"{ROLLOUT}.name": "sglang",
     f"{ACTOR}.loss_agg_mode": "token-sum",
     f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",

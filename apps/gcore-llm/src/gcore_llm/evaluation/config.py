@@ -16,6 +16,9 @@ _SET_TYPES: dict[str, Any] = {
     "reward": str,
 }
 """Settings that a set may have of its own, and their types."""
+NEEDS_TOP_K = (
+    "1 or more with rollout.engine 'vllm' on a GPU, which returns kept tokens only with a top-k"
+)
 _FINITE = Bound(lambda score: abs(score) < float("inf"), "a finite number")
 
 
@@ -29,7 +32,7 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
     """Temperature of the sampled ones; 0: rollout.temperature."""
     top_p: FractionAbove0 = 1.0
     """The sampled ones are drawn from the fewest most probable tokens with at least this probability together; 1: from
-    all. In training they always are."""
+    all. Those of training have rollout.top_p."""
     top_k: Annotated[int, at_least(-1, "1 or more, or -1 for all tokens")] = -1
     """The sampled ones are drawn from so many most probable tokens; -1 or 0: from all."""
     right_from: Annotated[float, _FINITE] = 1.0
@@ -68,7 +71,7 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
                 rewards[name] = str(settings["reward"])
         return rewards
 
-    def check(self, val_files: Sequence[str], *, compares: bool) -> None:
+    def check(self, val_files: Sequence[str], *, compares: bool, needs_top_k: bool = False) -> None:
         """Raise `UserError` for a set that data.val_files does not name, or more than two responses to be compared."""
         names = [
             source.name
@@ -84,3 +87,5 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
         for settings in map(self.of_set, ["", *names]):
             reason = "1 with a reward_model.judge.method that compares responses"
             settings.require("n", settings.n == 1 or not compares, reason)
+            has_top_k = settings.top_k > 0 or settings.n == 0
+            settings.require("top_k", has_top_k or not needs_top_k, NEEDS_TOP_K)

@@ -54,6 +54,8 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
             rollout_log_probs=response.log_probs,
             images=read_images(response.images) or prompt_images,
             forks=response.forks,
+            kept_counts=response.kept_counts,
+            kept_ids=response.kept_ids,
         )
         if response.routed_experts is not None:
             sample.routed_experts = response.routed_experts[sample.input_index]

@@ -338,7 +338,7 @@ def rows(c: Conversion, method: str) -> None:
 def rollout(c: Conversion) -> None:
     """Convert generation."""
     world = int(number_of(c, "num_processes"))
-    c.copy("temperature")
+    c.copy("temperature", "top_p", "top_k")
     c.put("rollout.engine", "vllm" if c.get("use_vllm") else "hf", "use_vllm")
     c.put("algorithm.old_log_probs", "trainer", "vllm_importance_sampling_correction")
     if not c.get("use_vllm"):

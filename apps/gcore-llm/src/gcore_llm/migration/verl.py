@@ -230,6 +230,7 @@ def rollout(c: Conversion) -> None:
     )
     c.put("rollout.engine", engine, f"{ROLLOUT}.name")
     c.copy(f"{ROLLOUT}.n", f"{ROLLOUT}.temperature", f"{ROLLOUT}.max_num_seqs")
+    c.copy(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
     gpus_per_engine = int(number_of(c, tensor_size))
     if engine == "vllm":
