@@ -34,8 +34,8 @@ def test_cut_short_samples_are_accepted() -> None:
     ("cut_short", "message"),
     [
         ([_cut_short(request_id="other")], "request_id 'other'; expected its own"),
-        ([_cut_short(index=4)], r"index 4; expected one of those wanted, \(0, 1, 2, 3\)"),
-        ([_cut_short(index=-1)], r"index -1; expected one of those wanted, \(0, 1, 2, 3\)"),
+        ([_cut_short(index=4)], r"index 4; expected a wanted one, \(0, 1, 2, 3\)"),
+        ([_cut_short(index=-1)], r"index -1; expected a wanted one, \(0, 1, 2, 3\)"),
         ([_cut_short(), _cut_short(2)], r"have indices \[1, 1\]; expected each once"),
         ([_cut_short(finish_reason="stop")], "finish_reason 'stop'; expected 'abort'"),
         ([_cut_short(16)], "has 16 tokens; expected fewer than max_tokens=16"),

@@ -31,6 +31,8 @@ def make_group(*responses: tuple[str, float, str], columns: dict[str, Any] | Non
                 token_ids=token_ids,
                 log_probs=np.zeros(token_ids.size, np.float32),
                 weight_versions=np.zeros(token_ids.size, np.int32),
+                kept_counts=np.ones(token_ids.size, np.int32),
+                kept_ids=token_ids.astype(np.int32),
                 score=score,
                 feedback=feedback,
             )
@@ -60,6 +62,8 @@ def seen_by_teachers(
             np.testing.assert_array_equal(sample.prompt_ids, sub_group.prompt_ids)
             np.testing.assert_array_equal(sample.response_ids, own.response_ids)
             np.testing.assert_array_equal(sample.response_ids, response.token_ids)
+            np.testing.assert_array_equal(sample.kept_counts, response.kept_counts)
+            np.testing.assert_array_equal(sample.kept_ids, response.kept_ids)
             texts.append(PLAIN.decode(sample.response_ids))
         seen.append((tokenizer.decode(sub_group.prompt_ids), texts))
     return seen

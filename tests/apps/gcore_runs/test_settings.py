@@ -131,12 +131,12 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
     [
         (
             "train",
-            ["--rollout.top-p", "0.9"],
-            "unknown option --rollout.top-p; there is no such setting: responses are",
+            ["--rollout.min-p", "0.1"],
+            "unknown option --rollout.min-p; there is no such setting: responses are",
         ),
         (
             "train",
-            ["--rollout.top-p", "0.9"],
+            ["--rollout.min-p", "0.1"],
             "known here: --rollout.agent.*, --rollout.colocated, ",
         ),
         (
@@ -397,11 +397,15 @@ def test_choices_that_several_settings_made_are_one() -> None:
     }
     images: dict[str, Any] = {
         "algorithm": {"name": "nft"},
-        "actor": {"loss": {"loss_mode": "vanilla"}, "nft": {"adv_clip_max": 5.0}},
+        "actor": {
+            "loss": {"loss_mode": "vanilla"},
+            "nft": {"adv_clip_max": 5.0, "beta": 0.2, "num_timesteps": 4},
+            "dpo": {"beta": 2000.0, "num_timesteps": 1},
+        },
         "rollout": {"window_schedule": "random", "window_steps": 25},
     }
     assert translate_removed(images) == {
-        "algorithm": {"name": "nft"},
+        "algorithm": {"name": "nft", "options": {"beta": 0.2}},
         "rollout": {"window_steps": 0},
     }
     images["rollout"]["window_schedule"] = "sliding"

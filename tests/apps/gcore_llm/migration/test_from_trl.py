@@ -343,7 +343,7 @@ def test_json_of_a_trainer_s_config(tmp_path: Path) -> None:
 
 
 def test_the_command(cli: Cli) -> None:
-    out = cli.ok("from-trl", CONFIG, "num_processes=2")
+    out = cli.ok("from-trl", CONFIG, "num_processes=2", "min_p=0.1")
     assert "next: gcore-llm train --config grpo.toml" in out
     assert "missing (1)" in out
     (cli.cwd / "sft.yaml").write_text("learning_rate: 1e-4\nmodel_name_or_path: x\n")

@@ -63,9 +63,14 @@ def show_to_teachers(
             seen_group = replace(group, responses=responses, prompt_ids=prompt_ids)
             seen: list[Sample] = []
             for _, sample in pairs:
-                ids = sample.response_ids
-                mask = sample.response_mask
-                seen.append(Sample(prompt_ids=prompt_ids, response_ids=ids, response_mask=mask))
+                seen_sample = Sample(
+                    prompt_ids=prompt_ids,
+                    response_ids=sample.response_ids,
+                    response_mask=sample.response_mask,
+                    kept_counts=sample.kept_counts,
+                    kept_ids=sample.kept_ids,
+                )
+                seen.append(seen_sample)
             taught.append((seen_group, seen, [sample for _, sample in pairs]))
     return taught
 

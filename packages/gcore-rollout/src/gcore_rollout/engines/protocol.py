@@ -277,9 +277,7 @@ class Request(AnyRequest):
             if prefix.request_id != self.request_id:
                 fault = f"has request_id {prefix.request_id!r}; expected its own"
             elif prefix.index not in self.sample_indices:
-                fault = (
-                    f"has index {prefix.index}; expected one of those wanted, {self.sample_indices}"
-                )
+                fault = f"has index {prefix.index}; expected a wanted one, {self.sample_indices}"
             elif prefix.finish_reason != "abort":
                 fault = f"has finish_reason {prefix.finish_reason!r}; expected 'abort'"
             elif shapes != [(size,)] * 3:
@@ -325,8 +323,7 @@ class Completion(AnySample):
     of L layers with experts, as they were when the next token was sampled; of an episode [P + T, L, K]. -1: unknown.
     None: the engine was not asked for them."""
     kept_counts: NDArray[np.int32] | None = None
-    """Number of tokens among which ``top_k`` and ``top_p`` let each one be drawn; 0: all. None: no token was left out,
-    or the engine was not asked for them."""
+    """Tokens among which ``top_k`` and ``top_p`` drew each one; 0: all. None: all, or the engine was not asked."""
     kept_ids: NDArray[np.int32] | None = None
     """[sum of kept_counts] these tokens, those of the first token first."""
     mask: NDArray[np.bool_] | None = None
@@ -397,11 +394,8 @@ class Completion(AnySample):
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays, texts and numbers for a checkpoint, without the texts of an episode's turns."""
-        state = {
-            name: value
-            for name, value in vars(self).items()
-            if value is not None and name != "turns"
-        }
+        state = {name: value for name, value in vars(self).items() if value is not None}
+        del state["turns"]
         if self.images is not None:
             state["images"] = self.images.state()
         return state
