@@ -34,15 +34,12 @@ from gcore_trainer import (
     Denoiser,
     DenoisingPolicyConfig,
     DenoisingPolicyObjective,
-    DiffusionDPOConfig,
-    DiffusionDPOObjective,
     DiffusionObjective,
     DiffusionSample,
     DiffusionTrainer,
     FlowProcess,
+    ForwardObjective,
     LoRAConfig,
-    NFTConfig,
-    NFTObjective,
     OptimizerConfig,
 )
 from gcore_trainer.diffusion.conditions import Conditioned
@@ -272,9 +269,10 @@ async def test_images_that_a_pipeline_does_not_take(tmp_path: Path) -> None:
 async def test_an_update(
     name: str, guidance_scale: float, lora: LoRAConfig | None, tmp_path: Path
 ) -> None:
-    """Flow-GRPO and NFT train every family of flow matching, DDPO and DPO those of DDPM's kind.
+    """Flow-GRPO, or DDPO, and one of NFT, AWM, DGPO, CRD and DPO in turn train every family.
 
-    Adapters with guidance, where a family has it: what they change of a model does not depend on that.
+    A loss of finished images depends on the model's output alone, not on the family. Adapters with guidance, where a
+    family has it: what they change of a model does not depend on that.
     """
     found = await measured_once(name, guidance_scale, tmp_path)
     engine, samples = (
@@ -285,10 +283,11 @@ async def test_an_update(
     objectives: list[DiffusionObjective] = [
         DenoisingPolicyObjective(policy, kernel_of(engine.pipeline))
     ]
-    if isinstance(process, FlowProcess):
-        objectives.append(NFTObjective(NFTConfig(num_timesteps=1), process))
-    else:
-        objectives.append(DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0), process))
+    losses = ("nft", "awm", "dgpo", "crd", "dpo")
+    if not isinstance(process, FlowProcess):
+        losses = ("awm", "dgpo", "crd", "dpo")
+    loss = losses[list(FAMILIES).index(name) % len(losses)]
+    objectives.append(ForwardObjective(loss, process, num_timesteps=1))
     for objective in objectives:
         denoiser = denoiser_of(found.model, lora)
         reference = denoiser.initial() if objective.needs_reference else None
@@ -345,7 +344,7 @@ def test_timesteps_that_training_cannot_give_are_refused(tmp_path: Path) -> None
         clean_latents=np.zeros(1, np.float32), conditions={}, advantage=0.0, timestep_map=None
     )
     with pytest.raises(BatchError, match="timestep_map is None"):
-        NFTObjective(NFTConfig()).check([made])
+        ForwardObjective("nft").check([made])
 
 
 def test_it_is_tried_in_the_size_that_will_be_used(tmp_path: Path) -> None:

@@ -15,15 +15,11 @@ from tiny_pipelines import flow_pipeline
 
 from gcore_trainer import (
     Denoiser,
-    DiffusionDPOConfig,
-    DiffusionDPOObjective,
     DiffusionMicroBatch,
     DiffusionObjective,
     DiffusionSample,
-    FlowProcess,
+    ForwardObjective,
     LoRAConfig,
-    NFTConfig,
-    NFTObjective,
 )
 from gcore_trainer.diffusion.trainer import score_steps
 from gcore_trainer.lora import save_adapters
@@ -38,8 +34,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 OBJECTIVES: dict[str, DiffusionObjective] = {
     # It keeps the policy that samples apart, and asks the reference.
-    "nft": NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1)),
-    "dpo": DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()),
+    "nft": ForwardObjective("nft", num_timesteps=2, kl_loss_coef=0.1),
+    "dpo": ForwardObjective("dpo", num_timesteps=2, beta=20.0),
 }
 
 

@@ -20,15 +20,11 @@ from gcore_trainer import (
     Denoiser,
     DenoisingPolicyConfig,
     DenoisingPolicyObjective,
-    DiffusionDPOConfig,
-    DiffusionDPOObjective,
     DiffusionObjective,
     DiffusionSample,
     DiffusionTrainer,
-    FlowProcess,
+    ForwardObjective,
     LoRAConfig,
-    NFTConfig,
-    NFTObjective,
     OptimizerConfig,
     RewardGradientObjective,
     StateError,
@@ -144,7 +140,10 @@ def mean_reward(denoiser: Denoiser) -> float:
 POLICY: dict[str, Callable[[], DiffusionObjective]] = {
     "ddpo": lambda: DenoisingPolicyObjective(DenoisingPolicyConfig(clip_ratio=0.01), kernel),
     "guard": lambda: DenoisingPolicyObjective(
-        DenoisingPolicyConfig(clip_ratio=0.01), kernel, is_guarded=True
+        DenoisingPolicyConfig(clip_ratio=0.01), kernel, "grpo_guard"
+    ),
+    "flow-dppo": lambda: DenoisingPolicyObjective(
+        DenoisingPolicyConfig(), kernel, "flow_dppo", kl_mask_threshold=1e-3
     ),
     "flow-grpo with kl": lambda: DenoisingPolicyObjective(
         DenoisingPolicyConfig(clip_ratio=0.01, kl_loss_coef=0.01), kernel
@@ -152,10 +151,11 @@ POLICY: dict[str, Callable[[], DiffusionObjective]] = {
 }
 OBJECTIVES: dict[str, Callable[[], DiffusionObjective]] = {
     **POLICY,
-    "nft": lambda: NFTObjective(NFTConfig(num_timesteps=2)),
-    "dpo": lambda: DiffusionDPOObjective(
-        DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()
-    ),
+    "nft": lambda: ForwardObjective("nft", num_timesteps=2),
+    "awm": lambda: ForwardObjective("awm", num_timesteps=2, ghuber_power=0.25),
+    "dgpo": lambda: ForwardObjective("dgpo", group_size=4, num_timesteps=2, beta=20.0),
+    "crd": lambda: ForwardObjective("crd", group_size=4, num_timesteps=2),
+    "dpo": lambda: ForwardObjective("dpo", num_timesteps=2, beta=20.0),
     "reward gradient": lambda: RewardGradientObjective(kernel, reward),
 }
 
@@ -181,7 +181,6 @@ def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.0),
         objective=objective,
         reference=reference if objective.needs_reference else None,
-        old_decay=(0.0, 0.0),
     )
     before = mean_reward(denoiser)
     for step in range(12):
@@ -196,6 +195,39 @@ def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
         metrics = trainer.train_step([samples[:16], samples[16:]])
         assert np.isfinite(list(metrics.values())).all()
     assert mean_reward(denoiser) > before + 0.03
+
+
+@pytest.mark.parametrize("has_noise", [True, False])
+def test_the_policy_learns_a_teachers_steps(pipeline: Path, has_noise: bool) -> None:
+    """DiffusionOPD, of steps with noise and without: the policy's images get the reward of the teacher's."""
+
+    def step(*args: torch.Tensor) -> Step:
+        drawn = kernel(*args)
+        return drawn if has_noise else Step(drawn.mean, 0.0 * drawn.std)
+
+    teacher = Denoiser.from_pretrained(pipeline)
+    final = teacher.model.proj_out.bias
+    with torch.no_grad():
+        # Latents move by minus the output: the first channel brighter, the second darker.
+        final.view(-1, 3)[:, 0] -= 0.5
+        final.view(-1, 3)[:, 1] += 0.5
+    objective = DenoisingPolicyObjective(DenoisingPolicyConfig(), step, "opd", teacher="folder")
+    policy = Denoiser.from_pretrained(pipeline)
+    before = mean_reward(policy)
+    trainer = DiffusionTrainer(
+        policy,
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+        objective=objective,
+        reference=teacher,
+    )
+    losses: list[float] = []
+    for seed in range(20):
+        batch = sampled(policy, 8, seed=seed, has_noise=has_noise)
+        scores = trainer.score_steps([batch], step, by_reference=True)[0]
+        taught = [replace(s, ref_means=m) for s, (m, _) in zip(batch, scores, strict=True)]
+        losses.append(trainer.train_step([taught])["actor/distillation_loss"])
+    assert losses[-1] < 0.1 * losses[0]
+    assert mean_reward(policy) - before > 0.8 * (mean_reward(teacher) - before) > 0.1
 
 
 def test_before_the_first_update_the_ratio_is_1(pipeline: Path) -> None:
@@ -273,7 +305,8 @@ def test_how_a_batch_is_split_changes_nothing(pipeline: Path, name: str) -> None
     samples = sampled(Denoiser.from_pretrained(pipeline), 8, seed=3)
     samples = [replace(s, ref_means=s.old_means) for s in samples]
     metrics: list[dict[str, float]] = []
-    for size in (8, 2):
+    # Of dgpo and crd, groups of four stay together.
+    for size in (8, 4 if name in ("dgpo", "crd") else 2):
         trainer = trainer_of(pipeline, OBJECTIVES[name](), lr=1e-3)
         metrics.append(trainer.train_step([samples[i : i + size] for i in range(0, 8, size)]))
     for key, value in metrics[0].items():
@@ -360,7 +393,7 @@ class Apart(Denoiser):
 def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: str) -> None:
     """The reference is the policy without its adapters, and DiffusionNFT's sampling policy is a second set of them."""
     objective = (
-        NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1))
+        ForwardObjective("nft", num_timesteps=2, kl_loss_coef=0.1, old_decay=0.25)
         if "nft" in name
         else OBJECTIVES[name]()
     )
@@ -375,7 +408,6 @@ def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: 
         options: dict[str, Any] = {
             "objective": objective,
             "reference": reference,
-            "old_decay": (0.25, 0.5),
         }
         trainer = DiffusionTrainer(
             policy, optimizer=OptimizerConfig(lr=2e-3), ema_decay=0.9, **options
@@ -409,7 +441,7 @@ def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: 
 
 def test_the_sampling_policy_follows(pipeline: Path) -> None:
     """DiffusionNFT's: the first update takes all of the new one, later ones less and less."""
-    trainer = trainer_of(pipeline, OBJECTIVES["nft"](), old_decay=(0.25, 0.5))
+    trainer = trainer_of(pipeline, ForwardObjective("nft", num_timesteps=2, old_decay=0.25))
     before = {key: tensor.clone() for key, tensor in trainer.export_weights()}
     trainer.train_step([sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)])
     state = trainer.state()
@@ -424,7 +456,7 @@ def test_compiled_blocks_compute_the_same(pipeline: Path) -> None:
     """By the policy with adapters, the reference without them, and the sampling policy, which has others."""
     torch.compiler.reset()
     counters.clear()
-    objective = NFTObjective(NFTConfig(num_timesteps=1, kl_loss_coef=0.1))
+    objective = ForwardObjective("nft", num_timesteps=1, kl_loss_coef=0.1)
     # To compile takes most of the time: each adapted layer is as much code as the rest of it.
     lora = LoRAConfig(rank=2, target_modules=("to_q",))
     plain, other = (trainer_of(pipeline, objective, lora=lora) for _ in range(2))

@@ -220,6 +220,16 @@ ALGORITHMS: dict[str, list[str]] = {
     "cps": ["--rollout.kernel", "cps", "--rollout.guidance-scale", "2.0"],
     "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode", "--actor.lora-rank", "2"],
     "dpo": ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
+    "flow_dppo": ["--algorithm.name", "flow_dppo", "--algorithm.options.kl-mask-threshold", "1e-3"],
+    "awm": [
+        *("--algorithm.name", "awm", "--rollout.kernel", "ode", "--actor.lora-rank", "2"),
+        *("--algorithm.options.ghuber-power", "0.25", "--algorithm.options.kl-loss-coef", "0.01"),
+    ],
+    "dgpo": [
+        *("--algorithm.name", "dgpo", "--rollout.kernel", "ode"),
+        *("--algorithm.options.min-level", "0.3", "--actor.num-updates", "1"),
+    ],
+    "crd": ["--algorithm.name", "crd", "--rollout.kernel", "ode", "--actor.lora-rank", "2"],
 }
 
 
@@ -234,6 +244,25 @@ def test_every_algorithm_runs(cli: Cli, small_args: list[str], name: str) -> Non
     for row in steps:
         assert row["actor/grad_norm"] > 0
         assert all(np.isfinite(value) for value in row.values())
+
+
+def test_a_run_learns_from_the_export_of_another(cli: Cli, small_args: list[str]) -> None:
+    """By steps with noise and without, whole and by adapters; the reward is only measured."""
+    cli.ok(*small_args, "--actor.optim.lr", "0.003", "--name", "teacher")
+    teacher = str(cli.cwd / "runs/teacher/export")
+    opd = ["--algorithm.name", "opd", "--algorithm.filter-groups", "False"]
+    taught = [*opd, "--algorithm.options.teacher", teacher, "--actor.optim.lr", "0.003"]
+    for name, options in {
+        "noisy": ["--algorithm.timestep-fraction", "0.5"],
+        "noiseless": ["--rollout.kernel", "ode", "--actor.lora-rank", "2"],
+    }.items():
+        cli.ok(*small_args, *taught, *options, "--name", name)
+        first, second = step_rows(cli.cwd / "runs" / name)
+        assert 0 < second["actor/distillation_loss"] < first["actor/distillation_loss"]
+    refused = cli(*small_args, *opd)
+    assert "algorithm.options.teacher is ''; expected the folder of a pipeline" in refused.err
+    refused = cli(*small_args, *opd, "--algorithm.options.teacher", str(cli.cwd))
+    assert f"{cli.cwd} has no model_index.json" in refused.err
 
 
 def test_a_run_starts_from_the_adapters_of_another(cli: Cli, own_args: list[str]) -> None:

@@ -145,7 +145,7 @@ def test_every_entry_is_of_settings_that_there_are(kind: type) -> None:
                 "0.1",
             ],
             "actor.loss.kl_loss_coef is 0.1; expected 0.0 with algorithm.name 'nft': it is read with algorithm.name "
-            "flow_grpo, ddpo, grpo_guard",
+            "flow_grpo, ddpo, grpo_guard, flow_dppo",
         ),
         (
             ["--rollout.window-size", "0", "--rollout.window-range", "0", "3"],
@@ -174,9 +174,11 @@ def test_a_recipe_gives_way_and_a_file_does_not(tmp_path: Path) -> None:
         parse_diffusion(["--config", str(file), *nft])
     # It is as good as not set; and what only an option makes readable is read.
     file.write_text(
-        "[rollout]\nwindow_size = 0\n[actor.loss]\nclip_ratio = 1e-4\n[actor.nft]\nbeta = 0.2\n"
+        "[rollout]\nwindow_size = 0\n[actor.loss]\nclip_ratio = 1e-4\n[algorithm]\nreward_gradient_steps = 2\n"
     )
-    assert parse_diffusion(["--config", str(file), *nft]).actor.nft.beta == 0.2
+    gradient = ["--algorithm.name", "reward_gradient", "--rollout.kernel", "ode"]
+    config = parse_diffusion(["--config", str(file), *gradient])
+    assert config.algorithm.reward_gradient_steps == 2
 
 
 def test_the_file_of_a_run_is_its_settings(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gcore_controller import (
     Recorder,
     TrainerGroup,
 )
-from gcore_diffusion.config import EVALUATED, DiffusionConfig
+from gcore_diffusion.config import EVALUATED, FORWARD, DiffusionConfig
 from gcore_diffusion.modality import ImageJob
 from gcore_diffusion.sampling.grids import draw_pictures, write_grid, write_sheets
 from gcore_diffusion.sampling.image_sampling import (
@@ -194,7 +194,7 @@ async def _try(
         ) from error
     if has_log_probs(config):
         _check_noise(config, sample)
-    if config.algorithm.name in ("nft", "dpo") and sample.timestep_map is None:
+    if config.algorithm.name in FORWARD and sample.timestep_map is None:
         raise UserError(
             f"algorithm.name is {config.algorithm.name!r}; expected an algorithm of recorded steps, because the "
             "pipeline gives its model timesteps that are not a multiple of the time or of the time left"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -30,17 +30,33 @@ from gcore_runs import (
     one_of,
     schedule_settings,
 )
-from gcore_runs.settings.checks import ABOVE_0, IS_TRUE, FractionBelow1
+from gcore_runs.settings.checks import ABOVE_0, IS_TRUE, FractionBelow1, override
 from gcore_runs.simulation.config import BaseSimConfig, EngineModel
-from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer import DenoisingPolicyConfig
 
-Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
+Algorithm = Literal[
+    "flow_grpo",
+    "ddpo",
+    "grpo_guard",
+    "flow_dppo",
+    "nft",
+    "awm",
+    "dgpo",
+    "crd",
+    "dpo",
+    "opd",
+    "reward_gradient",
+]
 KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
 
 _SHARDS = Bound(lambda size: size == "auto" or size >= 0, "auto, or 0 or more")
 
-NOISELESS: tuple[Algorithm, ...] = ("nft", "dpo", "reward_gradient")
-"""Algorithms that use no log-probability: their images may be made without noise."""
+FORWARD: tuple[Algorithm, ...] = ("nft", "awm", "dgpo", "crd", "dpo")
+"""Algorithms of finished images: they read no step of the sampler."""
+GROUPED: tuple[Algorithm, ...] = ("dgpo", "crd")
+"""Algorithms of which an update has all images of a prompt."""
+NOISELESS: tuple[Algorithm, ...] = (*FORWARD, "reward_gradient")
+"""Algorithms whose images are made without noise, by ddim with as much as it has."""
 EVALUATED = {
     "val/score/mean": "reward",
     "val/held_out/mean": "reward not trained on",
@@ -206,8 +222,13 @@ class DiffusionAlgorithmConfig(BaseAlgorithmConfig):
     """
 
     name: Algorithm = "flow_grpo"
-    """flow_grpo, ddpo, grpo_guard: policy gradients of the sampler's steps; nft: DiffusionNFT; dpo: Diffusion-DPO of
-    the best and worst images of each prompt; reward_gradient: the gradient of a differentiable reward itself."""
+    """flow_grpo, ddpo, grpo_guard, flow_dppo: policy gradients of the sampler's steps; nft, awm, dgpo, crd:
+    DiffusionNFT, advantage weighted matching, direct group preference optimization and centered reward distillation, of
+    finished images; dpo: Diffusion-DPO of the best and worst images of each prompt; opd: distillation of a teacher,
+    options.teacher; reward_gradient: the gradient of a differentiable reward itself."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Parameters of the chosen algorithm alone, listed in docs/reference/algorithms.md; on the command line
+    --algorithm.options.NAME and a value."""
     norm_adv_by: Literal["group", "global"] = "global"
     """Advantages are scores less their prompt's mean, over the standard deviation of the prompt's (group) or of the
     whole batch's (global)."""
@@ -221,6 +242,11 @@ class DiffusionAlgorithmConfig(BaseAlgorithmConfig):
     trainer unless rollout.dtype and actor.dtype are float32."""
     reward_gradient_steps: Count = 1
     """Last steps of sampling that reward_gradient goes back through."""
+
+    @property
+    def loss(self) -> str:
+        """Name of the loss in gcore-trainer, if it is one that has options."""
+        return "flow_grpo" if self.name in ("ddpo", "reward_gradient") else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +277,6 @@ class DiffusionActorConfig(AdapterSettings, section="actor"):
         default_factory=lambda: DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4)
     )
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
-    nft: NFTConfig = field(default_factory=NFTConfig)
-    dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
     enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
     auto: on CUDA for models of a billion parameters or more."""
@@ -329,29 +353,29 @@ class DiffusionSimConfig(BaseSimConfig):
 
 
 _NAME = "algorithm.name"
-_OF_STEPS = one_of("flow_grpo", "ddpo", "grpo_guard")
-_COMPARED = one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")
+_POLICY_GRADIENTS = ("flow_grpo", "ddpo", "grpo_guard", "flow_dppo")
+_OF_STEPS = one_of(*_POLICY_GRADIENTS)
+_RECORDED = one_of(*_POLICY_GRADIENTS, "opd")
+_COMPARED = one_of(*_POLICY_GRADIENTS, "dpo", "opd")
 _NOISY = one_of("flow_sde", "dance_sde", "cps", "ddim")
 _READ_WITH = (
     ReadWith(
-        settings=(
-            "actor.loss.clip_ratio",
-            "actor.loss.kl_loss_coef",
-            "algorithm.timestep_fraction",
-            "algorithm.old_log_probs",
-        ),
+        settings=("actor.loss.clip_ratio",),
+        chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard")},
+    ),
+    ReadWith(
+        settings=("actor.loss.kl_loss_coef", "algorithm.old_log_probs"),
         chosen_by={_NAME: _OF_STEPS},
     ),
+    ReadWith(settings=("algorithm.timestep_fraction",), chosen_by={_NAME: _RECORDED}),
     ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
     ReadWith(
         settings=("algorithm.norm_adv_by", "algorithm.adv_clip_max"),
-        chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "nft")},
+        chosen_by={_NAME: one_of(*_POLICY_GRADIENTS, "nft", "awm", "dgpo", "crd")},
     ),
     ReadWith(
         settings=("algorithm.reward_gradient_steps",), chosen_by={_NAME: one_of("reward_gradient")}
     ),
-    ReadWith(settings=("actor.nft",), chosen_by={_NAME: one_of("nft")}),
-    ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
     ReadWith(
         settings=("rollout.noise_level", "rollout.shared_noise"),
         chosen_by={"rollout.kernel": _NOISY},
@@ -439,9 +463,10 @@ class DiffusionConfig(BaseRLConfig):
         kernel = self.rollout.kernel
         steps = self.rollout.num_inference_steps
         suffix = f"with algorithm.name {name!r}"
+        self._check_options()
         if name in NOISELESS:
             self.require("rollout.kernel", kernel in ("ode", "ddim"), f"'ode' or 'ddim' {suffix}")
-        else:
+        elif name != "opd":
             noisy = f"a kernel with noise, whose steps have log-probabilities, {suffix}"
             self.require("rollout.kernel", kernel != "ode", noisy)
         if name == "grpo_guard":
@@ -455,7 +480,7 @@ class DiffusionConfig(BaseRLConfig):
         )
         if self.actor.component:
             levels = f"'' {suffix}, which trains on levels of all steps"
-            self.require("actor.component", name not in ("nft", "dpo"), levels)
+            self.require("actor.component", name not in FORWARD, levels)
             has_window = name == "reward_gradient" or self.rollout.window_size > 0
             self.require(
                 "rollout.window_size",
@@ -481,6 +506,17 @@ class DiffusionConfig(BaseRLConfig):
             self.require(
                 "reward.kind", is_of_user, "a reward that is not the embedded model's with model"
             )
+
+    def _check_options(self) -> None:
+        algorithm = self.algorithm
+        is_taught = algorithm.name == "opd"
+        if algorithm.options or is_taught:
+            # It needs torch, which reading settings does not.
+            from gcore_trainer import diffusion_options
+
+            override(diffusion_options(algorithm.loss), algorithm.options, "algorithm.options")
+        every = "false with algorithm.name 'opd', which learns from all images"
+        self.require("algorithm.filter_groups", not (is_taught and algorithm.filter_groups), every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
-from gcore_diffusion.config import DiffusionActorConfig, DiffusionConfig
+from gcore_diffusion.config import FORWARD, GROUPED, DiffusionActorConfig, DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import (
     ImageEvaluation,
     ImageGroup,
@@ -160,33 +160,35 @@ class ImageModality(
         algorithm = config.algorithm.name
         scores_by_rank = await ctx.group.all_gather([group.scores for group in batch.groups])
         scores = list(chain.from_iterable(scores_by_rank))
-        # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
-        has_signal = any(map(differ, scores)) or algorithm == "reward_gradient"
+        # Advantages and pairs compare the scores of a group; a gradient and a teacher need no differences.
+        has_signal = any(map(differ, scores)) or algorithm in ("reward_gradient", "opd")
         samples = _prepare_samples(batch.groups, config, step, float(np.concatenate(scores).std()))
         metrics = {self.HAS_SIGNAL: float(has_signal)}
-        num_pairs: list[int] = []
+        # Images that stay together: of each prompt, or pairs.
+        size = config.rollout.n if algorithm in GROUPED else 2
+        num_parts: list[int] = []
         for rank_scores in scores_by_rank:
             count = 0
             for group_scores in rank_scores:
                 if algorithm == "dpo":
                     count += len(preference_pairs(group_scores))
                 else:
-                    count += -(-len(group_scores) // 2)
-            num_pairs.append(count)
+                    count += -(-len(group_scores) // size)
+            num_parts.append(count)
         if algorithm == "dpo":
             most_pairs = sum(len(group_scores) // 2 for group_scores in scores)
-            metrics[_TIES] = float(most_pairs - sum(num_pairs))
+            metrics[_TIES] = float(most_pairs - sum(num_parts))
         updates = _divide_into_updates(
-            samples, config.actor, ctx.roles.learner.num_replicas, num_pairs
+            samples, config.actor, ctx.roles.learner.num_replicas, num_parts, size=size
         )
         if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
             await _add_reference_pass(ctx, updates)
         if has_old_pass(config):
             metrics[_MISMATCH] = await _replace_old_pass(ctx, updates)
-        # Pairs, and differentiable rewards, have no advantages.
+        # Pairs, differentiable rewards and teachers have no advantages.
         advantages: list[Any] = []
         for group_samples in samples:
-            if algorithm in ("dpo", "reward_gradient"):
+            if algorithm in ("dpo", "opd", "reward_gradient"):
                 advantages.append(None)
             else:
                 advantages.append([sample.advantage for sample in group_samples])
@@ -327,7 +329,7 @@ def preference_pairs(scores: NDArray[np.float64]) -> list[tuple[int, int]]:
 def _samples(
     group: ImageGroup, advantages: Sequence[float], config: DiffusionConfig, step: int
 ) -> list[DiffusionSample]:
-    is_of_steps = config.algorithm.name not in ("nft", "dpo")
+    is_of_steps = config.algorithm.name not in FORWARD
     ref_means: Sequence[NDArray[np.float32] | None] = [None] * len(group.samples)
     if is_of_steps and group.ref_means:
         ref_means = group.ref_means
@@ -411,30 +413,32 @@ def _divide_into_updates(
     groups: Sequence[Sequence[DiffusionSample]],
     config: DiffusionActorConfig,
     num_replicas: int,
-    num_pairs: Sequence[int],
+    num_parts: Sequence[int],
+    *,
+    size: int = 2,
 ) -> list[list[list[DiffusionSample]]]:
     """Return the micro-batches of each update of a step, as few as divide evenly among the replicas.
 
-    Pairs of images go to updates in turn, which spreads groups. The controllers, whose numbers of pairs are
-    ``num_pairs``, together make a multiple of ``num_replicas``. If an update has fewer pairs than there are replicas,
-    each replica gets all of them, which is the same update.
+    Parts of ``size`` images of a group, which stay together, go to updates in turn, which spreads groups. The
+    controllers, whose numbers of parts are ``num_parts``, together make a multiple of ``num_replicas``. If an update
+    has fewer parts than there are replicas, each replica gets all of them, which is the same update.
     """
     shares: list[list[DiffusionSample]] = [[] for _ in range(config.num_updates)]
     turns = cycle(shares)
     for group in groups:
-        for start in range(0, len(group), 2):
-            next(turns).extend(group[start : start + 2])
+        for start in range(0, len(group), size):
+            next(turns).extend(group[start : start + size])
     updates: list[list[list[DiffusionSample]]] = []
     for index, share in enumerate(shares):
-        size = 2
-        num_in_update = sum(len(range(index, count, config.num_updates)) for count in num_pairs)
+        length = size
+        num_in_update = sum(len(range(index, count, config.num_updates)) for count in num_parts)
         if num_in_update < num_replicas:
             share = share * num_replicas
         else:
-            num_parts = num_replicas // math.gcd(
-                num_replicas, sum(count > index for count in num_pairs)
+            num_batches = num_replicas // math.gcd(
+                num_replicas, sum(count > index for count in num_parts)
             )
-            limit = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
-            size = max(2, limit - limit % 2)
-        updates.append([share[start : start + size] for start in range(0, len(share), size)])
+            limit = min(config.micro_batch_size, size * (-(-len(share) // size) // num_batches))
+            length = max(size, limit - limit % size)
+        updates.append([share[start : start + length] for start in range(0, len(share), length)])
     return updates

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import FORWARD, DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.services import reward_gradient
 from gcore_rollout import Kernel, adapt_kernel, weight_variant
@@ -20,12 +21,11 @@ from gcore_trainer import (
     DDPMProcess,
     Denoiser,
     DenoisingPolicyObjective,
-    DiffusionDPOObjective,
     DiffusionMicroBatch,
     DiffusionObjective,
     DiffusionTrainer,
     FlowProcess,
-    NFTObjective,
+    ForwardObjective,
     ParallelConfig,
     RewardGradientObjective,
     TorchParallel,
@@ -43,22 +43,25 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             keep_free_memory()
         self._is_averaged = bool(config.actor.ema_decay)
         self._has_adapters = config.actor.lora is not None
-        self._component, _ = pipeline_component(model, config.actor.component)
+        policy = pipeline_component(model, config.actor.component)
+        self._component = policy[0]
         self.engine_dtype = config.rollout.dtype
-        denoiser = Denoiser.from_pretrained(
-            model,
+        load = partial(
+            Denoiser.from_pretrained,
             component=config.actor.component,
-            variant=weight_variant(model / self._component),
             device=config.device,
             sharded=True,
             compute_dtype=getattr(torch, config.actor.dtype),
+        )
+        denoiser = load(
+            model,
+            variant=weight_variant(model / self._component),
             lora=config.actor.lora,
             gradient_checkpointing=config.actor.enable_gradient_checkpointing,
         )
         scheduler = _scheduler(model)
         self._kernel = adapt_kernel(kernel_of(config), scheduler)
         objective = _objective(config, scheduler, self._kernel)
-        nft = config.actor.nft
         num_updates = config.trainer.total_training_steps * config.actor.num_updates
         optim = config.actor.optim.build(total_training_steps=num_updates)
         parallel = None
@@ -69,7 +72,16 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             device_type = torch.device(config.device).type
             parallel = TorchParallel.join(ParallelConfig(fsdp_size=size), device_type=device_type)
         reference = None
-        if objective.needs_reference or has_reference_pass(config):
+        if config.algorithm.name == "opd":
+            teacher = Path(config.algorithm.options["teacher"])
+            if pipeline_component(teacher, config.actor.component) != policy:
+                raise UserError(
+                    f"algorithm.options.teacher is {str(teacher)!r}; expected a pipeline with a {policy[1]}, as the "
+                    "policy is"
+                )
+            variant = weight_variant(teacher / self._component)
+            reference = load(teacher, variant=variant).initial()
+        elif objective.needs_reference or has_reference_pass(config):
             reference = denoiser.initial()
         self._trainer = DiffusionTrainer(
             denoiser,
@@ -77,7 +89,6 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             objective=objective,
             reference=reference,
             ema_decay=config.actor.ema_decay or None,
-            old_decay=(nft.old_decay, nft.old_decay_max),
             parallel=parallel,
         )
         if config.actor.compile:
@@ -145,15 +156,20 @@ def _scheduler(model: Path) -> Any:
 
 def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> DiffusionObjective:
     name = config.algorithm.name
-    if name == "nft":
+    options = config.algorithm.options
+    if name in FORWARD:
         process = _noise_process(scheduler)
-        if not isinstance(process, FlowProcess):
+        if name == "nft" and not isinstance(process, FlowProcess):
             raise UserError(
                 "algorithm.name is 'nft' and the model is of DDPM's kind; expected a flow-matching model"
             )
-        return NFTObjective(config.actor.nft, process, adv_clip_max=config.algorithm.adv_clip_max)
-    if name == "dpo":
-        return DiffusionDPOObjective(config.actor.dpo, _noise_process(scheduler))
+        return ForwardObjective(
+            name,
+            process,
+            adv_clip_max=config.algorithm.adv_clip_max,
+            group_size=config.rollout.n,
+            **options,
+        )
     if name == "reward_gradient":
         reward = reward_gradient(config)
         if reward is None:
@@ -162,4 +178,4 @@ def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> Diffu
                 "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(kernel, reward)
-    return DenoisingPolicyObjective(config.actor.loss, kernel, is_guarded=name == "grpo_guard")
+    return DenoisingPolicyObjective(config.actor.loss, kernel, config.algorithm.loss, **options)

@@ -46,6 +46,7 @@ _KIND = Kind(
         ("KL to the initial policy", "actor/kl_loss", "mean over dimensions"),
         ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
         ("Preference loss", "actor/dpo_loss", "mean of pairs, no unit"),
+        ("KL to the teacher", "actor/distillation_loss", "mean over dimensions"),
         ("Clipped", "actor/pg_clipfrac", "share of steps whose ratio the clip cuts"),
         ("KL to the sampling policy", "actor/ppo_kl", "mean over dimensions"),
         (

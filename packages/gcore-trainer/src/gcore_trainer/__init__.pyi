@@ -39,20 +39,16 @@ from .config import (
     get_policy_loss as get_policy_loss,
     options_type as options_type,
 )
-from .diffusion.config import (
-    DenoisingPolicyConfig as DenoisingPolicyConfig,
-    DiffusionDPOConfig as DiffusionDPOConfig,
-    NFTConfig as NFTConfig,
-)
+from .diffusion.config import DenoisingPolicyConfig as DenoisingPolicyConfig
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
 from .diffusion.lora_file import read_component_lora_config as read_component_lora_config
 from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
-    DiffusionDPOObjective as DiffusionDPOObjective,
     DiffusionObjective as DiffusionObjective,
-    NFTObjective as NFTObjective,
+    ForwardObjective as ForwardObjective,
     RewardGradientObjective as RewardGradientObjective,
+    diffusion_options as diffusion_options,
 )
 from .diffusion.sample import (
     DiffusionMicroBatch as DiffusionMicroBatch,

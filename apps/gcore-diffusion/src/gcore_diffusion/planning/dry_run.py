@@ -112,7 +112,7 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     if num_shards > 1:
         gathered = denoiser_model.num_gathered * compute_dtype.itemsize
     reference = 0
-    if has_reference_pass(config) and actor.lora is None:
+    if has_reference_pass(config) and (actor.lora is None or config.algorithm.name == "opd"):
         reference = sum(p.nbytes for p in denoiser_model.initial().parameters().values())
     peak = training_bytes(model, inputs, num_halves * actor.micro_batch_size, compute_dtype)
     _, _, optimizer = state_bytes(

@@ -214,11 +214,13 @@ def kernel_of(config: DiffusionConfig) -> Kernel:
 
 def has_log_probs(config: DiffusionConfig) -> bool:
     """Return whether the algorithm trains on log-probabilities of the sampler's steps."""
-    return config.algorithm.name not in NOISELESS
+    return config.algorithm.name not in (*NOISELESS, "opd")
 
 
 def has_reference_pass(config: DiffusionConfig) -> bool:
-    """Return whether the reference's means are needed before the first update of a step."""
+    """Return whether the reference's means, or a teacher's, are needed before the first update of a step."""
+    if config.algorithm.name == "opd":
+        return True
     return bool(config.actor.loss.kl_loss_coef) and has_log_probs(config)
 
 
@@ -238,6 +240,9 @@ def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
             rollout.num_inference_steps - config.algorithm.reward_gradient_steps,
             rollout.num_inference_steps,
         )
+    if config.algorithm.name == "opd" and rollout.kernel == "ode":
+        # Steps without noise are recorded in windows alone.
+        return (0, rollout.num_inference_steps)
     return rollout.range_of_window if rollout.window_size else None
 
 
@@ -245,7 +250,7 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
     """Return how a prompt's images are sampled at a training step; the first step is 1."""
     rollout = config.rollout
     window = window_range(config)
-    if window is not None and config.algorithm.name != "reward_gradient":
+    if window is not None and rollout.window_size:
         first, end = window
         num_windows = end - first - rollout.window_size + 1
         if rollout.window_steps:

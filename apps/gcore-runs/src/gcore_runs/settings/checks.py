@@ -185,7 +185,7 @@ class ReadWith:
     """Settings that are read only with some values of others.
 
     Example:
-        >>> entry = ReadWith(settings=("actor.nft",), chosen_by={"algorithm.name": one_of("nft")})
+        >>> entry = ReadWith(settings=("algorithm.adv_clip_max",), chosen_by={"algorithm.name": one_of("nft")})
         >>> entry.is_read({"algorithm.name": "dpo"})
         False
         >>> entry.readers

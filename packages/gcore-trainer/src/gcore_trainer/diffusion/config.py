@@ -1,22 +1,17 @@
-"""Settings of diffusion objectives. Names are Flow-GRPO's and DiffusionNFT's where they have the thing."""
+"""Settings of diffusion objectives, and their losses by name. Names are Flow-GRPO's where it has the thing."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gcore_trainer.config import (
-    BELOW_ONE,
-    AboveZero,
-    CheckedConfig,
-    ConfigBound,
-    Count,
-    Fraction,
-    NotNegative,
-)
+from gcore_trainer.config import CheckedConfig, ConfigBound, NotNegative, Registry
+
+DENOISING_LOSSES = Registry("gcore_trainer.losses.denoising", "loss")
+FORWARD_LOSSES = Registry("gcore_trainer.losses.forward", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoisingPolicyConfig(CheckedConfig):
-    """DDPO, Flow-GRPO and GRPO-Guard: policy gradients of the steps that a sampler drew.
+    """Policy gradients of the steps that a sampler drew: DDPO, Flow-GRPO, GRPO-Guard and Flow-DPPO.
 
     Example:
         >>> DenoisingPolicyConfig(clip_ratio=2e-6, kl_loss_coef=0.04).kl_loss_type
@@ -33,39 +28,3 @@ class DenoisingPolicyConfig(CheckedConfig):
     """gaussian: the divergence of the Gaussians themselves, (m - m_ref)^2 / 2 std^2 with std = g sqrt(-dt); flow_grpo:
     (m - m_ref)^2 / 2 g^2, as in Flow-GRPO's code for images, which is |dt| times that. A coefficient b for flow_grpo is
     b |dt| for gaussian, about b / num_inference_steps. For kernels of an SDE: flow_sde and dance_sde."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NFTConfig(CheckedConfig):
-    """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones.
-
-    Example:
-        >>> NFTConfig(beta=1.0, num_timesteps=8).old_decay_max
-        0.5
-    """
-
-    beta: Annotated[float, ConfigBound(lambda v: 0 < v <= 1, "a number in (0, 1]")] = 0.1
-    """Distance of the implicit policies from the old one; in (0, 1]."""
-    num_timesteps: Count = 4
-    """Noise levels drawn for each image and update."""
-    kl_loss_coef: NotNegative = 0.0
-    """Weight of the squared distance to the reference's velocity; 0 needs no reference."""
-    old_decay: Fraction = 0.001
-    """Growth a step of the fraction that the old policy keeps of itself at an update."""
-    old_decay_max: Annotated[float, BELOW_ONE] = 0.5
-    """Largest such fraction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffusionDPOConfig(CheckedConfig):
-    """Diffusion-DPO (arXiv 2311.12908).
-
-    Example:
-        >>> DiffusionDPOConfig(beta=5000.0).num_timesteps
-        1
-    """
-
-    beta: AboveZero = 2000.0
-    """Strength of the pull to the reference."""
-    num_timesteps: Count = 1
-    """Noise levels drawn for each pair and update."""

@@ -1,11 +1,10 @@
-"""Forward processes and losses of diffusion models. B images, latents [B, ...]; every loss is [B]."""
+"""Forward processes of diffusion models, and the interface of their losses. B images, latents [B, ...]."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
 from gcore_trainer.objectives.policy import LossAndMetrics, clipped_surrogate
@@ -93,104 +92,159 @@ def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.to(like).reshape((-1,) + (1,) * (like.ndim - 1))
 
 
-def clipped_step_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_ratio: float,
-) -> LossAndMetrics:
-    """Compute PPO's clipped surrogate of one denoising step: losses [B], and metrics [B] by name.
+LossGroups = Literal["none", "pairs", "shared_noise", "own_noise"]
+"""none: images are not compared; pairs: a chosen and a rejected one with the same noise, without advantages;
+shared_noise, own_noise: the images of a prompt, with the same noise or each with its own."""
 
-    max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
-    eq. 6, clipped as its section 4.2 says) and Flow-GRPO (arXiv 2505.05470, eq. 5).
+_Loss = Callable[..., LossAndMetrics]
+
+
+RATIO_FIELDS = ("next_latents", "old_log_probs", "advantage")
+"""Fields of images that a policy gradient reads."""
+
+
+class Gaussian(Protocol):
+    """The distribution of the next latents."""
+
+    @property
+    def mean(self) -> torch.Tensor: ...
+    @property
+    def std(self) -> torch.Tensor: ...
+    def log_prob(self, next_latents: torch.Tensor, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DenoisingStep:
+    """A recorded step of B images, as a loss of `DenoisingPolicyObjective` reads it.
+
+    Fields are those of `DiffusionSample`, at the step; None where the loss does not read them.
     """
-    return _clip_ratio(log_probs - old_log_probs, advantages, clip_ratio)
+
+    drawn: Gaussian
+    """The policy's Gaussians, [B, ...], with their gradient."""
+    dt: torch.Tensor
+    """[B] change of the noise level, below 0."""
+    next_latents: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
+    advantage: torch.Tensor | None = None
+    old_means: torch.Tensor | None = None
+    ref_means: torch.Tensor | None = None
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """Log-probability of the next latents [B] less that under the policy that drew them."""
+        assert self.next_latents is not None
+        assert self.old_log_probs is not None
+        return self.drawn.log_prob(self.next_latents) - self.old_log_probs
 
 
-def guard_step_loss(
-    next_latents: torch.Tensor,
-    means: torch.Tensor,
-    old_means: torch.Tensor,
-    std: torch.Tensor,
-    dt: torch.Tensor,
-    advantages: torch.Tensor,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardPass:
+    """B finished images with noise, as a loss of `ForwardObjective` reads them."""
+
+    clean: torch.Tensor
+    """[B, ...] of the images."""
+    noised: torch.Tensor
+    """[B, ...] that the models see."""
+    level: torch.Tensor
+    """[B] of the noise; see `FlowProcess` and `DDPMProcess`."""
+    target: torch.Tensor
+    """[B, ...] of the models' outputs, in pretraining."""
+    policy: torch.Tensor
+    """[B, ...] output of the policy, with its gradient."""
+    old: torch.Tensor | None
+    """[B, ...] output of the old policy; None: the loss does not need it."""
+    reference: torch.Tensor | None
+    """[B, ...] output of the reference; None: nothing needs it."""
+    advantages: torch.Tensor
+    """[B]."""
+    adv_clip_max: float
+    """Largest advantage that there can be."""
+    group_size: int
+    """Images of a group, which follow one another."""
+
+    @property
+    def unit_advantages(self) -> torch.Tensor:
+        """Advantages [B] in [-1, 1]."""
+        return (self.advantages / self.adv_clip_max).clamp(-1, 1)
+
+    @property
+    def optimality(self) -> torch.Tensor:
+        """How good the images are [B], in [0, 1]."""
+        return self.unit_advantages / 2 + 0.5
+
+    def errors(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the mean squared errors [B] of an output [B, ...]."""
+        return squared_distance(output, self.target)
+
+    def by_group(self, values: torch.Tensor) -> torch.Tensor:
+        """Reshape [B] to [B / group_size, group_size]."""
+        return values.reshape(-1, self.group_size)
+
+
+def denoising_loss(*reads: str, metric: str = "actor/pg_loss") -> Callable[[_Loss], _Loss]:
+    """Declare which fields of a `DenoisingStep` a loss reads, and the metric that its mean is.
+
+    It is a function of a step and a `DenoisingPolicyConfig`; see `forward_loss` for the rest.
+    """
+
+    def declare(loss: _Loss) -> _Loss:
+        loss.__dict__.update(reads=reads, metric=metric)
+        return loss
+
+    return declare
+
+
+def forward_loss(
     *,
-    clip_ratio: float,
-) -> LossAndMetrics:
-    """Compute GRPO-Guard's loss (arXiv 2510.22319, eq. 8 and 11): the log-ratio without its bias, equal weights.
+    needs_old: bool = False,
+    samples_by_old: bool = True,
+    needs_reference: bool = False,
+    groups: LossGroups = "none",
+) -> Callable[[_Loss], _Loss]:
+    """Declare what a loss of a `ForwardPass` needs.
 
-    A Gaussian's log-ratio is on average -|m - m_old|^2 / 2 std^2, below 0: the clip from above hardly ever acts, and
-    the more seldom the larger std is. With that added, and in units of std, it is the mean over dimensions of
-    e (m - m_old), e the noise that was drawn: the same at every step. The loss is divided by -dt.
+    Its keyword-only parameters are its options. It returns losses, [B] or one for each group, and as many metrics by
+    name, whose means are reported.
 
     Args:
-        next_latents: [B, ...] that were drawn, from Gaussians of ``old_means`` [B, ...] and ``std`` [B].
-        means: [B, ...] of the policy, with its gradient.
-        dt: [B] the change of the noise level, below 0.
-        advantages: [B].
+        needs_old: an old policy is kept apart from the one that learns.
+        samples_by_old: the old policy samples, where there is one.
+        groups: which images a loss compares; see `LossGroups`.
     """
-    noise = (next_latents - old_means) / column(std, means)
-    log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
-    loss, metrics = _clip_ratio(log_ratio, advantages, clip_ratio)
-    return loss / -dt, metrics
+
+    def declare(loss: _Loss) -> _Loss:
+        loss.__dict__.update(
+            needs_old=needs_old,
+            samples_by_old=samples_by_old,
+            needs_reference=needs_reference,
+            groups=groups,
+        )
+        return loss
+
+    return declare
+
+
+def safe_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio), bounded: an infinite one has a gradient of NaN, even where a clip leaves it out."""
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def clipped_ratio_loss(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
+) -> LossAndMetrics:
+    """Compute PPO's clipped surrogate [B] of log-ratios [B], and its metrics."""
+    ratio = safe_ratio(log_ratio)
+    losses, is_clipped = clipped_surrogate(ratio, advantages, low=clip_ratio, high=clip_ratio)
+    deviation = (ratio.detach() - 1).abs()
+    return losses, {"actor/pg_clipfrac": is_clipped, "actor/ratio_dev": deviation}
+
+
+def squared_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Compute [B] means over dimensions of the squared difference of [B, ...]."""
+    return ((one - other) ** 2).flatten(1).mean(1)
 
 
 def gaussian_kl(means: torch.Tensor, ref_means: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     """Compute [B] KL divergences of Gaussians with one std, means over dimensions of (m - m_ref)^2 / 2 std^2."""
     return ((means - ref_means) ** 2 / (2 * column(std, means) ** 2)).flatten(1).mean(1)
-
-
-def nft_loss(
-    velocity: torch.Tensor,
-    old_velocity: torch.Tensor,
-    noised: torch.Tensor,
-    clean: torch.Tensor,
-    level: torch.Tensor,
-    optimality: torch.Tensor,
-    *,
-    beta: float,
-) -> torch.Tensor:
-    """Compute DiffusionNFT's loss (arXiv 2509.16117, eq. 8), with its self-normalised regression of x_0.
-
-    r d(v+) + (1 - r) d(v-), divided by beta, with v+- = (1 -+ beta) v_old +- beta v and d the squared error of
-    x_0 = x_s - s v+-, divided by its own mean absolute error (without gradient).
-
-    Args:
-        velocity: [B, ...] of the policy, ``old_velocity`` of the one that made the images.
-        noised: [B, ...] latents that both saw, ``clean`` those of the images.
-        level: [B] sigma.
-        optimality: [B] r, in [0, 1]: how good the images are.
-    """
-
-    def regression(implicit: torch.Tensor) -> torch.Tensor:
-        error = noised - column(level, noised) * implicit - clean
-        scale = error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
-        return (error**2).flatten(1).mean(1) / scale
-
-    positive = regression((1 - beta) * old_velocity + beta * velocity)
-    negative = regression((1 + beta) * old_velocity - beta * velocity)
-    return (optimality * positive + (1 - optimality) * negative) / beta
-
-
-def diffusion_dpo_loss(
-    errors: torch.Tensor, ref_errors: torch.Tensor, *, beta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Diffusion-DPO (arXiv 2311.12908, eq. 14): compute -log sigmoid(-beta / 2 ((e_w - e_ref,w) - (e_l - e_ref,l))).
-
-    Errors are mean squared ones, [2 P], of the policy and the reference with the same noise: of pairs, the chosen
-    image's before the rejected one's. Returns losses [P], and whether the policy prefers the chosen image [P].
-    """
-    gaps = (errors - ref_errors).reshape(-1, 2)
-    margins = -0.5 * beta * (gaps[:, 0] - gaps[:, 1])
-    return -logsigmoid(margins), margins > 0
-
-
-def _clip_ratio(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
-) -> LossAndMetrics:
-    # An infinite ratio has a gradient of NaN, even where the clip leaves it out.
-    ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    loss, is_clipped = clipped_surrogate(ratio, advantages, low=clip_ratio, high=clip_ratio)
-    deviation = (ratio.detach() - 1).abs()
-    return loss, {"actor/pg_clipfrac": is_clipped, "actor/ratio_dev": deviation}

@@ -1,22 +1,35 @@
 """Objectives of diffusion trainers: parts of a batch's loss add up over passes, micro-batches and ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
+from gcore_trainer.config import (
+    AT_LEAST_0,
+    BELOW_ONE,
+    Fraction,
+    NotNegative,
+    options_type,
+    read_options,
+)
 from gcore_trainer.diffusion.conditions import Conditioned
-from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer.diffusion.config import (
+    DENOISING_LOSSES,
+    FORWARD_LOSSES,
+    DenoisingPolicyConfig,
+)
 from gcore_trainer.diffusion.losses import (
+    DenoisingStep,
     FlowProcess,
+    ForwardPass,
+    Gaussian,
+    LossGroups,
     NoiseProcess,
-    clipped_step_loss,
-    diffusion_dpo_loss,
     gaussian_kl,
-    guard_step_loss,
-    nft_loss,
+    squared_distance,
 )
 from gcore_trainer.diffusion.sample import (
     DiffusionMicroBatch,
@@ -29,16 +42,6 @@ from gcore_trainer.objectives.objective import PartialLoss
 
 if TYPE_CHECKING:
     from gcore_trainer.diffusion.denoiser import Denoiser
-
-
-class Gaussian(Protocol):
-    """The distribution of the next latents."""
-
-    @property
-    def mean(self) -> torch.Tensor: ...
-    @property
-    def std(self) -> torch.Tensor: ...
-    def log_prob(self, next_latents: torch.Tensor, /) -> torch.Tensor: ...
 
 
 TransitionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Gaussian]
@@ -60,13 +63,17 @@ class DiffusionObjective(ABC):
     """A loss over images.
 
     Example:
-        >>> objective: DiffusionObjective = DiffusionDPOObjective(DiffusionDPOConfig(), FlowProcess())
+        >>> objective: DiffusionObjective = ForwardObjective("dpo", FlowProcess())
         >>> objective.needs_reference
         True
     """
 
     needs_old: bool = False
-    """The policy that samples is kept apart from the one that learns."""
+    """An old policy is kept apart from the one that learns."""
+    samples_by_old: bool = True
+    """The old policy samples, where there is one."""
+    old_decay: tuple[float, float] = (0.0, 0.0)
+    """Growth per update and bound of the old policy's EMA decay."""
     needs_reference: bool = False
     """The initial policy is asked in training."""
     reads: Sequence[str] = ()
@@ -102,12 +109,21 @@ class DiffusionObjective(ABC):
 
 
 class DenoisingPolicyObjective(DiffusionObjective):
-    """DDPO, Flow-GRPO and GRPO-Guard: a pass for each recorded step.
+    """Losses over the steps that a sampler recorded: a pass for each of them.
 
-    ``is_guarded`` takes the ratio's bias and scale out of it (GRPO-Guard); otherwise it is PPO's clipped ratio.
+    They are DDPO and Flow-GRPO (flow_grpo), GRPO-Guard (grpo_guard), Flow-DPPO (flow_dppo) and the distillation of a
+    teacher (opd), whose means are the samples' ``ref_means``: those that `DiffusionTrainer.score_steps` computes by its
+    reference.
 
-    Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
-    ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
+    Metrics: ``actor/pg_loss`` (of opd ``actor/distillation_loss``), ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of
+    old minus new log-prob), ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
+
+    Args:
+        loss: name of a file of `gcore_trainer.losses.denoising`.
+        options: the loss's own parameters; see `diffusion_options`.
+
+    Raises:
+        ConfigError: there is no such loss or option, or a value is out of its bounds.
 
     Example:
         >>> from gcore_rollout import FlowSDE
@@ -117,24 +133,20 @@ class DenoisingPolicyObjective(DiffusionObjective):
     """
 
     def __init__(
-        self, config: DenoisingPolicyConfig, kernel: TransitionKernel, *, is_guarded: bool = False
+        self,
+        config: DenoisingPolicyConfig,
+        kernel: TransitionKernel,
+        loss: str = "flow_grpo",
+        **options: Any,
     ) -> None:
         self._config = config
         self._kernel = kernel
-        self._is_guarded = is_guarded
-        self.reads = (
-            "latents",
-            "next_latents",
-            "old_log_probs",
-            "levels",
-            "next_levels",
-            "timesteps",
-            "advantage",
-        )
-        if is_guarded:
-            self.reads += ("old_means",)
+        self._loss = DENOISING_LOSSES.load(loss)
+        self._options = read_options(options_type(self._loss), options)
+        self._step_fields: list[str] = list(self._loss.reads)
         if config.kl_loss_coef:
-            self.reads += ("ref_means",)
+            self._step_fields.append("ref_means")
+        self.reads = ("latents", "levels", "next_levels", "timesteps", *self._step_fields)
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         num_steps = {s.num_steps for s in samples}
@@ -148,145 +160,193 @@ class DenoisingPolicyObjective(DiffusionObjective):
     def partial_loss(
         self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
     ) -> PartialLoss:
-        device = models.policy.device
-        following, old_log_probs = stack_fields(
-            samples, device, "next_latents", "old_log_probs", step=index
-        )
-        [advantages] = stack_fields(samples, device, "advantage")
         drawn, dt = drawn_at(models.policy, self._kernel, samples, index)
-        log_probs = drawn.log_prob(following)
-        if self._is_guarded:
-            [old_means] = stack_fields(samples, device, "old_means", step=index)
-            std = drawn.std.flatten()
-            clip_ratio = self._config.clip_ratio
-            losses, metrics = guard_step_loss(
-                following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio
-            )
-        else:
-            losses, metrics = clipped_step_loss(
-                log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio
-            )
-        loss = losses.sum() / total
-        sums = {
-            "actor/pg_loss": loss.detach(),
-            "actor/ppo_kl": (old_log_probs - log_probs.detach()).sum() / total,
-        }
-        for name, values in metrics.items():
-            sums[name] = values.sum() / total
+        values: dict[str, torch.Tensor] = {}
+        for name in self._step_fields:
+            step = None if name == "advantage" else index
+            [values[name]] = stack_fields(samples, models.policy.device, name, step=step)
+        step = DenoisingStep(drawn=drawn, dt=dt, **values)
+        losses, metrics = self._loss(step, self._config, **self._options)
+        if "old_log_probs" in values:
+            metrics["actor/ppo_kl"] = -step.log_ratio.detach()
+        loss, sums = add_parts(losses, metrics, total, name=self._loss.metric)
         if self._config.kl_loss_coef:
-            [ref_means] = stack_fields(samples, device, "ref_means", step=index)
             std = drawn.std.flatten()
             if self._config.kl_loss_type == "flow_grpo":
                 std = std / (-dt).sqrt()
-            kl_loss = gaussian_kl(drawn.mean, ref_means, std).sum() / total
+            kl_loss = gaussian_kl(drawn.mean, values["ref_means"], std).sum() / total
             loss = loss + self._config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
         return loss, sums
 
 
-class NFTObjective(DiffusionObjective):
-    """DiffusionNFT: no step of the sampler is looked at, any sampler will do; of flow-matching models.
+class ForwardObjective(DiffusionObjective):
+    """Losses over finished images to which noise is added again: any sampler will do, and none of its steps is read.
 
-    ``adv_clip_max`` is the advantage of the best image there can be, and its negative that of the worst.
+    The losses are DiffusionNFT (nft), AWM (awm), DGPO (dgpo), CRD (crd) and Diffusion-DPO (dpo). A micro-batch holds
+    whole groups of those that compare images: of dpo pairs, the chosen image before the rejected one.
 
-    Metrics: ``actor/pg_loss``, and ``actor/kl_loss`` where there is one.
+    Metrics: ``actor/pg_loss``, of dpo ``actor/dpo_loss`` in its place, ``actor/kl_loss`` where there is one, and those
+    of the loss.
+
+    Args:
+        loss: name of a file of `gcore_trainer.losses.forward`.
+        process: the noise process that the model was trained on; None: `FlowProcess`.
+        adv_clip_max: the advantage of the best image there can be, and its negative that of the worst.
+        group_size: images of a group, of dgpo and crd.
+        options: the loss's own parameters, and those of all losses; see `diffusion_options`.
+
+    Raises:
+        ConfigError: there is no such loss or option, or a value is out of its bounds.
 
     Example:
-        >>> NFTObjective(NFTConfig(num_timesteps=2)).num_passes([])
+        >>> ForwardObjective("nft", num_timesteps=2, beta=0.5).num_passes([])
         2
     """
 
-    needs_old = True
-    reads = ("clean_latents", "advantage", "timestep_map")
-
     def __init__(
-        self, config: NFTConfig, process: FlowProcess | None = None, *, adv_clip_max: float = 5.0
+        self,
+        loss: str,
+        process: NoiseProcess | None = None,
+        *,
+        adv_clip_max: float = 5.0,
+        group_size: int = 2,
+        **options: Any,
     ) -> None:
-        self._config = config
-        self._adv_clip_max = adv_clip_max
+        self._loss = FORWARD_LOSSES.load(loss)
         self._process = process or FlowProcess()
-        self.num_timesteps = config.num_timesteps
-        self.needs_reference = config.kl_loss_coef > 0
+        self._adv_clip_max = adv_clip_max
+        self._groups: LossGroups = self._loss.groups
+        self._group_size = {"none": 1, "pairs": 2}.get(self._groups, group_size)
+        self._metric = "actor/pg_loss"
+        self.reads = ("clean_latents", "timestep_map", "advantage")
+        if self._groups == "pairs":
+            self._metric = "actor/dpo_loss"
+            self.reads = ("clean_latents", "timestep_map")
+        options = read_options(diffusion_options(loss), options)
+        self.num_timesteps = options.pop("num_timesteps") or (1 if self._groups == "pairs" else 4)
+        self._kl_loss_coef: float = options.pop("kl_loss_coef")
+        self._min_level: float = options.pop("min_level")
+        self.needs_reference = self._loss.needs_reference or self._kl_loss_coef > 0
+        self.needs_old = self._loss.needs_old
+        if self.needs_old:
+            self.samples_by_old = self._loss.samples_by_old
+            self.old_decay = (options.pop("old_decay"), options.pop("old_decay_max"))
+        self._options = options
+
+    def check(self, samples: Sequence[DiffusionSample]) -> None:
+        size = self._group_size
+        if len(samples) % size:
+            expected = "pairs of a chosen and a rejected one"
+            if self._groups != "pairs":
+                expected = f"whole groups of {size}"
+            raise BatchError(f"micro_batches hold {len(samples)} images; expected {expected}")
+        super().check(samples)
+
+    def weight(self, samples: Sequence[DiffusionSample]) -> int:
+        return len(samples) // self._group_size
 
     def partial_loss(
         self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
     ) -> PartialLoss:
-        assert models.old is not None
         device = models.policy.device
-        bound = self._adv_clip_max
-        clean, advantages = stack_fields(samples, device, "clean_latents", "advantage")
-        level, noise = drawn_noise(samples, index, clean)
+        size = self._group_size
+        [clean] = stack_fields(samples, device, "clean_latents")
+        seeded = samples
+        if self._groups in ("pairs", "shared_noise"):
+            seeded = [samples[i - i % size] for i in range(len(samples))]
+        level, noise = drawn_noise(seeded, index, clean)
+        level = self._min_level + (1 - self._min_level) * level
         noised = self._process.add_noise(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
         conditions = Conditioned.of(samples, device)
+        advantages = torch.zeros_like(level)
+        if "advantage" in self.reads:
+            [advantages] = stack_fields(samples, device, "advantage")
+        old: torch.Tensor | None = None
+        reference: torch.Tensor | None = None
         with torch.no_grad():
-            old = models.old(noised, timesteps, conditions)
-            reference = None
-            if models.reference is not None and self._config.kl_loss_coef:
+            if models.old is not None:
+                old = models.old(noised, timesteps, conditions)
+            if models.reference is not None and self.needs_reference:
                 reference = models.reference(noised, timesteps, conditions)
-        velocity = models.policy(noised, timesteps, conditions)
-        optimality = (advantages.clamp(-bound, bound) / bound / 2 + 0.5).clamp(0, 1)
-        losses = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
-        loss = bound * losses.sum() / total
-        sums = {"actor/pg_loss": loss.detach()}
-        if reference is not None:
-            kl_loss = ((velocity - reference) ** 2).flatten(1).mean(1).sum() / total
-            loss = loss + self._config.kl_loss_coef * kl_loss
+        forward = ForwardPass(
+            clean=clean,
+            noised=noised,
+            level=level,
+            target=self._process.target(clean, noise, level),
+            policy=models.policy(noised, timesteps, conditions),
+            old=old,
+            reference=reference,
+            advantages=advantages,
+            adv_clip_max=self._adv_clip_max,
+            group_size=size,
+        )
+        losses, metrics = self._loss(forward, **self._options)
+        loss, sums = add_parts(losses, metrics, total, name=self._metric)
+        if self._kl_loss_coef:
+            assert reference is not None
+            kl_loss = squared_distance(forward.policy, reference).sum() / (total * size)
+            loss = loss + self._kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
         return loss, sums
 
 
-class DiffusionDPOObjective(DiffusionObjective):
-    """Diffusion-DPO: a micro-batch holds pairs, the chosen image of each before the rejected one.
+def add_parts(
+    losses: torch.Tensor,
+    metrics: Mapping[str, torch.Tensor],
+    total: int,
+    *,
+    name: str,
+) -> PartialLoss:
+    """Return the part of the batch's loss that these losses make up, and those of its metrics, the loss's as well."""
+    loss = losses.sum() / total
+    sums = {name: loss.detach()}
+    for metric, values in metrics.items():
+        sums[metric] = values.sum() / total
+    return loss, sums
 
-    Metrics: ``actor/dpo_loss`` and ``actor/dpo_accuracy``.
 
-    Example:
-        >>> DiffusionDPOObjective(DiffusionDPOConfig(), FlowProcess()).needs_reference
-        True
+def diffusion_options(loss: str) -> type[Any]:
+    """Return the dataclass of the options of a loss, of a sampler's steps or of finished images.
+
+    They are its own, and of finished images those of `_forward_options`, with an old policy those of `_old_options`.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    if loss not in FORWARD_LOSSES.names:
+        return options_type(DENOISING_LOSSES.load(loss))
+    function = FORWARD_LOSSES.load(loss)
+    if function.needs_old:
+        return options_type(_forward_options, _old_options, function)
+    return options_type(_forward_options, function)
+
+
+def _forward_options(
+    *,
+    num_timesteps: Annotated[int, AT_LEAST_0] = 0,
+    kl_loss_coef: NotNegative = 0.0,
+    min_level: Annotated[float, BELOW_ONE] = 0.0,
+) -> None:
+    """Declare the options of all losses of finished images.
+
+    Args:
+        num_timesteps: noise levels drawn for each image and update; 0: 4, and of pairs 1.
+        kl_loss_coef: weight of the squared distance to the reference's output; 0 needs no reference.
+        min_level: levels of noise are drawn from (min_level, 1].
     """
 
-    needs_reference = True
-    reads = ("clean_latents", "timestep_map")
 
-    def __init__(self, config: DiffusionDPOConfig, process: NoiseProcess) -> None:
-        self._config = config
-        self._process = process
-        self.num_timesteps = config.num_timesteps
+def _old_options(
+    *, old_decay: Fraction = 0.001, old_decay_max: Annotated[float, BELOW_ONE] = 0.5
+) -> None:
+    """Declare the options of losses that keep an old policy.
 
-    def check(self, samples: Sequence[DiffusionSample]) -> None:
-        if len(samples) % 2:
-            raise BatchError(
-                f"micro_batches hold {len(samples)} images; expected pairs of a chosen and a rejected one"
-            )
-
-    def weight(self, samples: Sequence[DiffusionSample]) -> int:
-        return len(samples) // 2
-
-    def partial_loss(
-        self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
-    ) -> PartialLoss:
-        assert models.reference is not None
-        device = models.policy.device
-        [clean] = stack_fields(samples, device, "clean_latents")
-        # Both images of a pair get the chosen one's noise.
-        seeded = [samples[i - i % 2] for i in range(len(samples))]
-        level, noise = drawn_noise(seeded, index, clean)
-        noised = self._process.add_noise(clean, noise, level)
-        timesteps = model_timesteps(samples, self._process.timesteps(level))
-        target = self._process.target(clean, noise, level)
-        conditions = Conditioned.of(samples, device)
-
-        def errors(model: "Denoiser") -> torch.Tensor:
-            return ((model(noised, timesteps, conditions) - target) ** 2).flatten(1).mean(1)
-
-        with torch.no_grad():
-            ref_errors = errors(models.reference)
-        losses, is_right = diffusion_dpo_loss(
-            errors(models.policy), ref_errors, beta=self._config.beta
-        )
-        loss = losses.sum() / total
-        return loss, {"actor/dpo_loss": loss.detach(), "actor/dpo_accuracy": is_right.sum() / total}
+    Args:
+        old_decay: growth per update of the fraction that the old policy keeps of itself.
+        old_decay_max: largest such fraction.
+    """
 
 
 class RewardGradientObjective(DiffusionObjective):

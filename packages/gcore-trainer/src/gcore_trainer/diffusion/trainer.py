@@ -72,7 +72,6 @@ class DiffusionTrainer(BaseTrainer):
         reference: the initial policy, where the objective asks it in training or its scores are needed; it may share
             the policy's weights, see `Denoiser.initial`.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
-        old_decay: growth per update and bound of the EMA decay of a separate sampling policy.
         parallel: the ranks among which images are divided, and parameters unless its ``fsdp_size`` is 1; None: this
             process is alone.
 
@@ -86,7 +85,7 @@ class DiffusionTrainer(BaseTrainer):
         ...     caption_projection_dim=8, pooled_projection_dim=8, in_channels=4, out_channels=4, pos_embed_max_size=8
         ... )
         >>> trainer = DiffusionTrainer(
-        ...     Denoiser(model), optimizer=OptimizerConfig(lr=1e-4), objective=NFTObjective(NFTConfig()), ema_decay=0.99
+        ...     Denoiser(model), optimizer=OptimizerConfig(lr=1e-4), objective=ForwardObjective("nft"), ema_decay=0.99
         ... )
         >>> sorted(trainer.state())[:1]
         ['ema']
@@ -100,7 +99,6 @@ class DiffusionTrainer(BaseTrainer):
         objective: DiffusionObjective,
         reference: Denoiser | None = None,
         ema_decay: float | None = None,
-        old_decay: tuple[float, float] = (0.001, 0.5),
         parallel: TorchParallel | None = None,
     ) -> None:
         if objective.needs_reference and reference is None:
@@ -130,7 +128,6 @@ class DiffusionTrainer(BaseTrainer):
             config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group)
         )
         self._ema = None if ema_decay is None else MovingAverage(parameters, ema_decay)
-        self._old_decay = old_decay
         self._module = denoiser.model
         self._exports_states = True
 
@@ -235,7 +232,7 @@ class DiffusionTrainer(BaseTrainer):
         metrics = self._update(sums)
         if self._ema is not None:
             self._ema.update(self.step)
-        growth, bound = self._old_decay
+        growth, bound = self._objective.old_decay
         for name, tensor in self._averages().get("old", {}).items():
             tensor.lerp_(self._adamw.parameters[name].detach(), 1 - min(growth * self.step, bound))
         return metrics
@@ -295,7 +292,8 @@ class DiffusionTrainer(BaseTrainer):
         """
         if averaged and self._ema is None:
             raise ConfigError("ema_decay is None: there is no average of the weights")
-        return self._models.policy.weights(self._averages().get("ema" if averaged else "old"))
+        name = "old" if self._objective.samples_by_old else ""
+        return self._models.policy.weights(self._averages().get("ema" if averaged else name))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
