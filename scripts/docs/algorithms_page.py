@@ -43,6 +43,14 @@ FORMULAS: Mapping[str, tuple[str, float]] = {
         "tests/gcore_trainer/test_advantages.py::test_gigpo_compares_turns_at_equal_states",
         1e-5,
     ),
+    "grpo_process": (
+        "tests/gcore_trainer/test_advantages.py::test_process_supervision_adds_up_the_steps_that_follow",
+        1e-5,
+    ),
+    "rae": (
+        "tests/apps/gcore_llm/test_preparation.py::test_roles_have_moving_baselines",
+        1e-6,
+    ),
     "optimal_token_baseline": (
         "tests/gcore_trainer/test_verl_oracle.py::test_optimal_token_baseline",
         1e-6,

@@ -210,6 +210,29 @@ def test_returns_are_given_exactly_where_a_critic_is_needed() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), is_normed=st.booleans())
+def test_process_supervision_adds_up_the_steps_that_follow(seed: int, is_normed: bool) -> None:
+    """DeepSeekMath, section 4.1.3: the advantage of a token is the sum of normalised rewards from its step on."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, 3)
+    rewards = [rng.normal(size=size).round(1) for size in sizes]
+    ends = [2 * np.arange(1, size + 1) + 1 for size in sizes]
+    turns: list[list[tuple[int, int, float, int]]] = []
+    for steps, stops in zip(rewards, ends, strict=True):
+        starts = [0, *stops[:-1].tolist()]
+        turns.append(list(zip(starts, stops.tolist(), steps.tolist(), [0] * 4, strict=False)))
+    masks = [np.ones(stops[-1] + 1, np.bool_) for stops in ends]
+    group = ScoredGroup(rewards=[np.zeros(m.size) for m in masks], masks=masks, turns=turns)
+    options = {"norm_adv_by_std_in_grpo": is_normed}
+    advantages, _ = get_advantage_estimator("grpo_process")(group, **options)
+    together = np.concatenate(rewards)
+    scale = np.std(together, ddof=1) + 1e-6 if is_normed else 1.0
+    for steps, stops, actual in zip(rewards, ends, advantages, strict=True):
+        normalised = (steps - together.mean()) / scale
+        expected = [normalised[stops - 1 >= t].sum() for t in range(actual.size)]
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(seed=st.integers(0, 2**32 - 1), is_normed=st.booleans())
 def test_gigpo_compares_turns_at_equal_states(seed: int, is_normed: bool) -> None:
     """Verl-agent's two steps, one turn after the other; a state that one turn alone starts at has no advantage."""
     rng = np.random.default_rng(seed)

@@ -261,6 +261,32 @@ def test_each_agent_of_a_session_has_advantages_of_its_own(cli: Cli, agent_args:
     assert "agent helper" in (run / "report.html").read_text()
 
 
+def test_roles_have_moving_baselines(cli: Cli, agent_args: list[str]) -> None:
+    """RAE: computed from the journal, over two steps, with the run's state saved and loaded between them."""
+    options = ["--algorithm.adv-estimator", "rae", "--rollout.agent.credit", "branches"]
+    options += ["--algorithm.options.ema-decay", "0.8", "--trainer.log-samples", "64"]
+    options += ["--trainer.save-freq", "1"]
+    args = use(option_set(agent_args, "--data.max-response-length", "256"), "planner_and_helper")
+    cli.ok(*option_set(args, "--trainer.total-training-steps", "1"), *options)
+    cli.ok(*args, *options)
+    run = cli.cwd / "runs/default"
+    rows = {(row["prompt_index"], row["index"]): row for row in read_rows(run / "samples.jsonl")}
+    assert len({row["step"] for row in rows.values()}) == 2
+    assert not any(row["is_filtered"] for row in rows.values())
+    baselines = {"planner": 0.0, "helper": 0.0}
+    for place in sorted(rows, key=lambda place: (rows[place]["step"], *place)):
+        returns: dict[str, float] = {}
+        for piece in rows[place]["pieces"]:
+            if "agent" in piece:
+                agent = piece["agent"]
+                returns[agent] = piece["credit"]
+                expected = piece["credit"] - baselines[agent]
+                assert piece["advantage"] == pytest.approx(expected, abs=1e-5)
+        for agent, value in returns.items():
+            baselines[agent] = 0.8 * baselines[agent] + 0.2 * value
+    assert baselines["planner"] == pytest.approx(-baselines["helper"], abs=1e-5) != 0.0
+
+
 def read_rewards(journal: Path) -> dict[int, dict[int, dict[str, float]]]:
     """Return the rewards of a journal's training sessions: by prompt, number of the session and agent.
 
@@ -396,6 +422,10 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
         (
             ["--algorithm.adv-estimator", "gigpo"],
             "algorithm.adv_estimator is 'gigpo'; expected another one without an agent whose rollout.agent.credit is",
+        ),
+        (
+            ["--algorithm.adv-estimator", "rae"],
+            "algorithm.adv_estimator is 'rae'; expected another one without an agent whose rollout.agent.credit is",
         ),
         (
             ["--rollout.agent.run", "a.py:f", "--algorithm.adv-estimator", "gae"],

@@ -50,7 +50,13 @@ def prepared(
     async def program(context: Any) -> dict[str, float]:
         kl = KLController(algorithm.kl_ctrl)
         return await prepare(
-            [group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group
+            [group],
+            [samples],
+            algorithm,
+            kl=kl,
+            baselines={},
+            max_response_length=8,
+            group=context.group,
         )
 
     [metrics] = asyncio.run(run_inline(program, roles=None))
@@ -81,24 +87,48 @@ def make_episode(*turns: tuple[str, float], num_given: int = 1) -> Completion:
     )
 
 
-def prepare_episodes(*responses: Completion) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
-    """Return the advantages of one group's episodes, which have equal scores, and the metrics."""
-    samples = [
-        Sample(prompt_ids=np.arange(3), response_ids=r.token_ids, response_mask=r.mask)
-        for r in responses
-    ]
-    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=list(responses))
-    algorithm = AlgorithmConfig()
+def prepare_groups(
+    groups: list[Group], algorithm: AlgorithmConfig, baselines: dict[str, float]
+) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+    """Return the advantages of episodes, which have equal scores, and the metrics; two controllers share the groups."""
+
+    def make_sample(response: Completion) -> Sample:
+        return Sample(
+            prompt_ids=np.arange(3), response_ids=response.token_ids, response_mask=response.mask
+        )
+
+    samples = [list(map(make_sample, group.responses)) for group in groups]
 
     async def program(context: Any) -> dict[str, float]:
         kl = KLController(algorithm.kl_ctrl)
-        return await prepare(
-            [group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group
+        mine = slice(context.rank, None, context.world_size)
+        own_baselines = dict(baselines)
+        metrics = await prepare(
+            groups[mine],
+            samples[mine],
+            algorithm,
+            kl=kl,
+            baselines=own_baselines,
+            max_response_length=8,
+            group=context.group,
         )
+        if context.rank == 0:
+            baselines.update(own_baselines)
+        return metrics
 
-    [metrics] = asyncio.run(run_inline(program, roles=None))
-    advantages = [sample.advantages for sample in samples if sample.advantages is not None]
+    [metrics, *_] = asyncio.run(run_inline(program, roles=None, world_size=min(len(groups), 2)))
+    advantages: list[NDArray[np.float32]] = []
+    for group_samples in samples:
+        for sample in group_samples:
+            assert sample.advantages is not None
+            advantages.append(sample.advantages)
     return advantages, metrics
+
+
+def prepare_episodes(*responses: Completion) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+    """Return the advantages of one group's episodes, which have equal scores, and the metrics."""
+    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=list(responses))
+    return prepare_groups([group], AlgorithmConfig(), {})
 
 
 def test_credit_of_turns_is_against_the_mean_return_of_the_group() -> None:
@@ -288,3 +318,47 @@ def test_a_response_without_a_token_has_no_part_in_the_divergence() -> None:
     _, metrics = prepared(algorithm, make_samples(MASKS), [1.0, 0.0, 0.5])
     _, without = prepared(algorithm, make_samples(MASKS[:2]), [1.0, 0.0])
     assert metrics["actor/reward_kl_penalty"] == without["actor/reward_kl_penalty"] != 0
+
+
+def test_roles_have_moving_baselines() -> None:
+    """RAE: b <- 0.9 b + 0.1 R of each role in its game, by prompt and episode, and A = R - b with b before R.
+
+    The groups of two controllers come in another order than their prompts, and baselines of one batch are used by the
+    next.
+    """
+    games = {3: "chess", 1: "go", 2: "chess", 0: "chess"}
+    returns = {3: [2.0, 1.0], 1: [5.0, 3.0], 2: [0.0, -1.0], 0: [1.0, 4.0]}
+    algorithm = AlgorithmConfig(adv_estimator="rae", options={"ema_decay": 0.9})
+    baselines: dict[str, float] = {}
+    expected_baselines: dict[str, float] = {}
+    for _ in range(2):
+        groups: list[Group] = []
+        for prompt_index, game in games.items():
+            # One gains what the other loses, in two turns each.
+            episodes = [
+                replace(make_episode(("a", r), ("b", -r), ("a", r)), index=i)
+                for i, r in enumerate(returns[prompt_index])
+            ]
+            columns = {"data_source": game}
+            ids = np.arange(3)
+            groups.append(
+                Group(
+                    prompt_index=prompt_index, prompt_ids=ids, responses=episodes, columns=columns
+                )
+            )
+        advantages, _ = prepare_groups(groups, algorithm, baselines)
+        expected: dict[int, list[list[float]]] = {}
+        for prompt_index in range(4):
+            for value in returns[prompt_index]:
+                row: dict[str, float] = {}
+                for role, gain in (("a", value), ("b", -value)):
+                    name = f"{games[prompt_index]}/{role}"
+                    earlier = expected_baselines.get(name, 0.0)
+                    row[role] = gain - earlier
+                    expected_baselines[name] = 0.9 * earlier + 0.1 * gain
+                tokens = [row["a"]] * 2 + [0] + [row["b"]] * 2 + [0] + [row["a"]] * 2 + [0]
+                expected.setdefault(prompt_index, []).append(tokens)
+        in_order = [tokens for prompt_index in games for tokens in expected[prompt_index]]
+        np.testing.assert_allclose(advantages, in_order, atol=1e-6)
+        assert baselines == pytest.approx(expected_baselines)
+    assert set(baselines) == {"chess/a", "chess/b", "go/a", "go/b"}

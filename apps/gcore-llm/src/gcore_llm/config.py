@@ -129,7 +129,10 @@ _HAS_DUAL_CLIP = Bound(
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
 _CLIPS = one_of("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", own=True)
-_LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
+_LEARNS_FROM_SCORES = Bound(
+    lambda name: name not in ("distillation", "grpo_process"),
+    "other than distillation and grpo_process",
+)
 _READ_WITH = (
     ReadWith(
         settings=("algorithm.kl_ctrl.kl_coef",),
@@ -197,6 +200,16 @@ _READ_WITH = (
     ),
     ReadWith(settings=("reward_model.weight",), chosen_by={"reward_model.path": IS_SET}),
     ReadWith(settings=("reward_model.judge",), chosen_by={"reward_model.kind": one_of("judge")}),
+    ReadWith(
+        settings=("reward_model.steps", "reward_model.step_separator"),
+        chosen_by={
+            "reward_model.kind": one_of("classifier"),
+            "reward_model.judge.method": one_of("steps"),
+        },
+    ),
+    ReadWith(
+        settings=("reward_model.step_end",), chosen_by={"reward_model.kind": one_of("classifier")}
+    ),
     adapter_settings("actor.", "export_merged"),
     ReadWith(settings=("actor.optim.muon_lr",), chosen_by={"actor.optim.name": one_of("muon")}),
     schedule_settings("actor.optim"),
@@ -316,7 +329,7 @@ class TrainConfig(BaseRLConfig):
             reason = "whose greedy responses are of the present weights"
             conflicts["rollout.partial_rollout", "false"] = {greedy: reason}
         if self.reward_model.compares:
-            conflicts["reward_model.judge.method", "score or rubric"] = {
+            conflicts["reward_model.judge.method", "score, rubric or steps"] = {
                 several_turns: "because one response to one prompt is compared",
                 greedy: "whose greedy response is in no group",
             }

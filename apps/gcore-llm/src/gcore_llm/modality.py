@@ -33,6 +33,7 @@ from gcore_llm.learning.comparison import (
     warning,
 )
 from gcore_llm.learning.preparation import (
+    GAME_COLUMN,
     group_costs,
     has_signal,
     prepare,
@@ -126,6 +127,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._config = config
         self._workload = job.workload
         self._kl = KLController(config.algorithm.kl_ctrl)
+        self._baselines: dict[str, float] = {}
         self._sampling = sampling_params(config)
         self._with_greedy = config.algorithm.estimator.needs_greedy
         self._has_critic = has_critic(config)
@@ -175,7 +177,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             compares=True,
             quota=wave.quota,
             running=self._running,
-            columns=self._distillation.columns,
+            columns=[*self._distillation.columns, GAME_COLUMN],
+            credits_steps=self._config.algorithm.estimator.reads_steps,
             history=self._history,
             defers=max_tokens < limit,
         )
@@ -245,6 +248,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             samples,
             config.algorithm,
             kl=self._kl,
+            baselines=self._baselines,
             max_response_length=config.data.max_response_length,
             group=ctx.group,
         )
@@ -255,7 +259,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             metrics |= await add_distillation(
                 samples, teacher_log_probs, ctx.group.all_gather, coef=self._distillation.coef
             )
-        needs_scores = not is_taught and config.rollout.agent.credit == "session"
+        scores_steps = config.algorithm.estimator.reads_steps
+        needs_scores = not (is_taught or scores_steps) and config.rollout.agent.credit == "session"
         signal = has_signal(batch.metrics | metrics, needs_scores=needs_scores)
         metrics[self.HAS_SIGNAL] = float(signal or config.algorithm.learns_environment)
         updates: list[list[MicroBatch]] = []
@@ -354,11 +359,12 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         return {"lengths": self._history.state()}
 
     def state(self) -> State:
-        """Return the state of the KL penalty."""
-        return {"kl": self._kl.state()}
+        """Return the state of the KL penalty, and the baselines of roles."""
+        return {"kl": self._kl.state(), "baselines": dict(self._baselines)}
 
     def load_state(self, state: State) -> None:
         self._kl.load_state(state["kl"])
+        self._baselines = dict(state.get("baselines", {}))
         if "lengths" in state:
             self._history.load_state(state["lengths"])
 

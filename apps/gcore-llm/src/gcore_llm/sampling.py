@@ -27,6 +27,7 @@ from gcore_rollout import (
     RewardRunner,
     RolloutError,
     SamplingParams,
+    Scored,
     build_reward,
     build_task_reward,
     check_servers,
@@ -334,11 +335,13 @@ def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 
 
 def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
+    """Load a reward model that classifies responses, or their steps."""
     import torch
 
     from gcore_rollout import SequenceClassifierReward
 
-    path = model_folder(config.reward_model.path, setting="reward_model.path")
+    settings = config.reward_model
+    path = model_folder(settings.path, setting="reward_model.path")
     check_model(path, setting="reward_model.path", may_be_quantized=True)
     tokenizer = build_tokenizer(path)
     encode = _classifier_encoder(tokenizer, eos_token_ids(tokenizer, path), config.data.prompt_key)
@@ -347,10 +350,22 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
     # Ray shows a controller its own GPU alone.
     if config.runtime == "ray" and device.startswith("cuda"):
         device = "cuda"
-    model = SequenceClassifierReward.from_pretrained(path, dtype=dtype, device=device)
+    model = SequenceClassifierReward.from_pretrained(
+        path,
+        dtype=dtype,
+        device=device,
+        step_separator=settings.step_separator,
+        step_end=settings.step_end,
+        step_reduction=settings.steps,
+    )
     models.callback(model.close)
+    has_steps = model.scores_steps or not config.algorithm.estimator.reads_steps
+    expected = f"a token classifier with algorithm.adv_estimator {config.algorithm.adv_estimator!r}"
+    settings.require("path", has_steps, expected)
 
-    async def classifier(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def classifier(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
+        if model.scores_steps:
+            return await model.score_steps(encode(prompt, None, row), completion)
         return await model.score_tokens(encode(prompt, completion, row))
 
     return classifier
@@ -358,33 +373,38 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
 
 def _classifier_encoder(
     tokenizer: Any, eos: Sequence[int], prompt_key: str
-) -> Callable[[str, str, Mapping[str, Any]], list[int]]:
+) -> Callable[[str, str | None, Mapping[str, Any]], list[int]]:
     """Return a function from a prompt, a completion and the prompt's row to the tokens that a reward model scores.
 
     Prompts that the policy's chat template rendered are rendered again, by that of the reward model, which may be of
-    another family. The last token is the one that ends an answer.
+    another family. The last token is the one that ends an answer; without a completion, the one before an answer.
     """
 
-    def encode(prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
+    def encode(prompt: str, completion: str | None, row: Mapping[str, Any]) -> list[int]:
         messages = row.get(prompt_key)
         if messages is None or messages == prompt:
             adds = takes_special_tokens(prompt, tokenizer)
-            return end(tokenizer(prompt + completion, add_special_tokens=adds)["input_ids"])
+            text = prompt + (completion or "")
+            return end(tokenizer(text, add_special_tokens=adds)["input_ids"], completion)
         if tokenizer.chat_template is None:
             raise RewardError(
                 "reward_model.path has no chat template; expected one for prompts that are chat messages"
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        conversation = [*messages, {"role": "assistant", "content": completion}]
+        is_prompt = completion is None
+        if not is_prompt:
+            messages = [*messages, {"role": "assistant", "content": completion}]
         try:
-            text = render_chat(tokenizer, conversation, tokenize=False)
+            text = render_chat(tokenizer, messages, tokenize=False, add_generation_prompt=is_prompt)
         except MessageError as error:
             raise RewardError(f"reward_model.path: {error}") from None
-        return end(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return end(tokenizer(text, add_special_tokens=False)["input_ids"], completion)
 
-    def end(token_ids: list[int]) -> list[int]:
+    def end(token_ids: list[int], completion: str | None) -> list[int]:
         """Return the tokens up to the last one that ends an answer, of the template or added."""
+        if completion is None:
+            return token_ids
         for i in reversed(range(len(token_ids))):
             if token_ids[i] in eos:
                 return token_ids[: i + 1]
@@ -406,13 +426,16 @@ async def _start_judge(
     settings = judge.settings
     path = model_folder(judge.path, setting=judge.path_setting)
     score = settings.unparsable_score
-    if settings.method == "score" or settings.method == "rubric":
+    if not settings.compares:
+        separator = config.reward_model.step_separator
         make = partial(
             JudgeReward,
             parse=settings.scores(),
             reduce=settings.reduce,
             on_unparsable="drop" if score is None else score,
             rubric_key="rubric" if settings.method == "rubric" else "",
+            step_separator=separator if settings.method == "steps" else "",
+            step_reduction=config.reward_model.steps,
         )
     else:
         make = partial(

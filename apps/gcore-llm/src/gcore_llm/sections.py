@@ -311,17 +311,18 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
         0.75
     """
 
-    method: Literal["score", "rubric", "all_pairs", "knockout", "swiss"] = "score"
+    method: Literal["score", "rubric", "steps", "all_pairs", "knockout", "swiss"] = "score"
     """score: a verdict on each response; rubric: on each criterion in the row's column rubric, and the weighted share
-    of those that are met. The others compare responses of a group with each other, in both orders: every two
-    (all_pairs), or those that meet in a knock-out or Swiss tournament. The share of wins is the score, and a tie is
-    half a win. A group is compared when all its responses are there, in the step in which the last one is finished, and
-    before groups whose scores are alike are dropped; on held-out prompts, the greedy response and the sampled one are
-    compared. reward_calls.timeout_s is for all comparisons of a group."""
+    of those that are met; steps: on each step, see reward_model.steps. The others compare responses of a group with
+    each other, in both orders: every two (all_pairs), or those that meet in a knock-out or Swiss tournament. The share
+    of wins is the score, and a tie is half a win. A group is compared when all its responses are there, in the step in
+    which the last one is finished, and before groups whose scores are alike are dropped; on held-out prompts, the
+    greedy response and the sampled one are compared. reward_calls.timeout_s is for all comparisons of a group."""
     template: str = ""
-    """File with the question: a text with {completion}, of a rubric also with {criterion}, or of a comparison with
-    {completion_a} and {completion_b}, and optionally {prompt} and columns of the row in braces; empty: how good the
-    answer is, from 0 to 10, how far it meets the criterion, or which of the two is better."""
+    """File with the question: a text with {completion}, of a rubric also with {criterion}, of steps with {step} (then
+    the completion ends with it), or of a comparison with {completion_a} and {completion_b}, and optionally {prompt} and
+    columns of the row in braces; empty: how good the answer is, from 0 to 10, how far it meets the criterion, whether
+    the step is right, or which of the two is better."""
     pattern: str = ""
     """Regular expression whose first group is the score, or A, B or tie of a comparison; its last match in a verdict
     counts. Empty: "Score: 7", or "Winner: A"."""
@@ -345,7 +346,7 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
     @property
     def compares(self) -> bool:
         """True if responses of a group are compared with each other."""
-        return self.method not in ("score", "rubric")
+        return self.method not in ("score", "rubric", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,8 +361,8 @@ class FurtherJudgeConfig(JudgeConfig, section="reward_model.judges.NAME"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("path", self.path, "the folder of the judge's model")
-        expected = "score or rubric: reward_model.judge alone compares responses"
-        self.require("method", not self.compares, expected)
+        expected = "score or rubric: reward_model.judge alone compares responses or scores steps"
+        self.require("method", self.method in ("score", "rubric"), expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,11 +392,20 @@ class RewardModelConfig(Checked, section="reward_model"):
 
     kind: Literal["none", "judge", "classifier", "server"] = "none"
     """judge: a language model asked for a verdict; classifier: a sequence classifier of one label, as gcore-llm
-    reward-model makes it; server: posts JSON to a URL."""
+    reward-model makes it, or a token classifier of two, which scores steps (a process reward model, as TRL's PRMTrainer
+    makes it); server: posts JSON to a URL."""
     path: str = ""
     """The model's Hugging Face folder, or the server's URL."""
     weight: Annotated[float, _WEIGHT] = 1.0
     """The score is the reward function's, if there is one, plus this times the model's."""
+    steps: Literal["min", "product", "last", "mean"] = "min"
+    """How the scores of a response's steps become the model's score of it. With algorithm.adv_estimator grpo_process
+    the policy learns from those of the steps instead, where the reward function's score is added to the last step's."""
+    step_separator: Annotated[str, Bound(bool, "a text")] = "\n\n"
+    """The text between steps."""
+    step_end: str = ""
+    """The text after each step, as a classifier reads it, at whose last token it scores the step, such as <extra_0>;
+    empty: the separator."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     judges: dict[str, FurtherJudgeConfig] = field(default_factory=dict[str, FurtherJudgeConfig])
     """Further judges, by the names of their parts of the score, such as style: each has a path, a weight, and the
@@ -445,6 +455,11 @@ class RewardModelConfig(Checked, section="reward_model"):
         """The judges whose engines the run starts, by the roles of these."""
         judges = self.all_judges.values()
         return {judge.role: judge.settings for judge in judges if not judge.settings.is_on_servers}
+
+    @property
+    def may_score_steps(self) -> bool:
+        """True for a judge of steps, or a classifier, whose folder says whether it scores steps."""
+        return self.kind == "classifier" or (self.is_judge and self.judge.method == "steps")
 
     @property
     def is_used(self) -> bool:

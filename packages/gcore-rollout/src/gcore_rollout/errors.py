@@ -1,5 +1,7 @@
 """The errors of this package."""
 
+from collections.abc import Collection
+
 
 class RolloutError(Exception):
     """Base of this package's errors."""
@@ -31,6 +33,11 @@ def require(
     """Raise an error unless what a setting has to be holds."""
     if not holds:
         raise error(f"{field} is {value!r}; expected {accepted}")
+
+
+def require_one_of(name: str, value: str, accepted: Collection[str]) -> None:
+    """Raise `RewardConfigError` unless a setting is one of these."""
+    require(name, value, value in accepted, f"one of {', '.join(accepted)}")
 
 
 class RewardExitError(RewardError):

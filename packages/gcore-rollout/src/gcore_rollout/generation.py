@@ -24,6 +24,7 @@ from gcore_rollout.groups import (
 from gcore_rollout.prompts import Prompt
 from gcore_rollout.rewards.reward import FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
+from gcore_rollout.rewards.steps import credit_steps
 
 _INDEX = attrgetter("index")
 """Returns the index of a response, by which a group keeps them sorted."""
@@ -158,6 +159,8 @@ class Generation:
 
     columns: Sequence[str] = ()
     """Columns of a row that its group keeps, where the row has them."""
+    credits_steps: bool = False
+    """The scores of a response's steps, if the reward gives any, are the credit of turns."""
     defers: bool = False
     """Cut a group short when a response reaches ``max_tokens``, and leave it out; its prompt index is in `deferred`."""
     history: LengthHistory | None = None
@@ -392,8 +395,11 @@ class Generation:
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         scored = await self._reward_text(group, text)
-        if scored is not None:
-            self._add(group, completion, scored)
+        if scored is None:
+            return
+        if self.credits_steps and scored.steps:
+            completion = credit_steps(completion, scored.steps, self.roles.tokenizer)
+        self._add(group, completion, scored)
 
     def _add(self, pending: "_PendingGroup", response: Completion, scored: Scored) -> None:
         pending.add(response, scored, is_greedy=response.request_id.endswith("/greedy"))

@@ -80,24 +80,28 @@ class Group:
             return True
         return any(credit is not None and credit.any() for credit in self.center_credit())
 
-    def center_credit(self) -> list[NDArray[np.float32] | None]:
+    def center_credit(
+        self, moving: Mapping[tuple[int, int, str], float] | None = None
+    ) -> list[NDArray[np.float32] | None]:
         """Return the credit [R] of each response, less the mean credit of each turn's agent; None: it has no credit.
 
         For a turn of agent a with the value V this is A = V - b(a). The baseline b(a) is the mean over the sessions in
-        which a has turns, as in GRPO, of the mean over its turns of each. A baseline for each role is the
-        role-conditioned advantage estimation of SPIRAL (Liu et al., arXiv 2506.24119), whose b is a moving average over
-        games. There is no division by a standard deviation.
+        which a has turns, as in GRPO, of the mean over its turns of each. There is no division by a standard deviation.
+        ``moving`` has other baselines, by the indices of prompt and response, and by agent.
         """
         session_means = values_by_name(response.mean_credit() for response in self.responses)
-        baselines = {agent: np.float32(np.mean(means)) for agent, means in session_means.items()}
+        group_means = {agent: float(np.mean(means)) for agent, means in session_means.items()}
         advantages: list[NDArray[np.float32] | None] = []
         for response in self.responses:
             credit = response.credit
             if credit is not None:
                 credit = credit.copy()
                 for agent, spans in response.agents.items():
+                    baseline = group_means[agent]
+                    if moving is not None:
+                        baseline = moving[self.prompt_index, response.index, agent]
                     for start, stop in spans:
-                        credit[start:stop] -= baselines[agent]
+                        credit[start:stop] -= np.float32(baseline)
             advantages.append(credit)
         return advantages
 

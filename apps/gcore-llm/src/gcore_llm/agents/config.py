@@ -86,7 +86,8 @@ class AgentConfig(Checked, section="rollout.agent"):
     continue it. branches: the rewards of its agent, or without any those of the session. PATH.py:function: what your
     function returns, a number for each turn of a gcore_agents.Session. But for session, it counts against the mean of
     the group, of each agent by itself if calls name theirs (x-gcore-agent); with algorithm.adv_estimator gigpo, against
-    turns at the same state, next to the session's score."""
+    turns at the same state, next to the session's score; with rae, against a moving average of the returns of its agent
+    and its row's data_source; with grpo_process, against all turns of the group."""
     turn_discount: Fraction = 1.0
     """Discount per turn, with credit turns."""
 
@@ -112,9 +113,18 @@ class AgentConfig(Checked, section="rollout.agent"):
         # A return along a conversation has no meaning across its branches.
         is_outcome = not (self.run and config.algorithm.estimator.needs_critic)
         config.require("algorithm.adv_estimator", is_outcome, "one without a critic, with an agent")
-        has_turns = not config.algorithm.estimator.reads_turns or self.credit != "session"
+        estimator = config.algorithm.estimator
+        has_turns = not estimator.reads_turns or self.credit != "session"
         expected = "another one without an agent whose rollout.agent.credit is turns"
         config.require("algorithm.adv_estimator", has_turns, expected)
+        has_steps = self.credit == "turns" and not self.turn_discount
+        if not config.rollout.has_several_turns:
+            has_steps = config.reward_model.may_score_steps
+        expected = (
+            "another one unless one turn is scored by a reward_model.kind classifier or reward_model.judge.method "
+            "steps, or an agent's turns with rollout.agent.credit turns and turn_discount 0"
+        )
+        config.require("algorithm.adv_estimator", has_steps or not estimator.reads_steps, expected)
         if self.credit not in _BY_REWARDS:
             return
         added = {

@@ -32,6 +32,8 @@ from gcore_trainer import (
     overlong_penalty,
 )
 
+GAME_COLUMN = "data_source"
+"""Column of a row that names the game whose roles have baselines."""
 _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "sharp_log_probs")
 """Arrays of a sample that advantages and corrections are made of."""
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
@@ -91,6 +93,7 @@ async def prepare(
     algorithm: AlgorithmConfig,
     *,
     kl: KLController,
+    baselines: dict[str, float],
     max_response_length: int,
     group: Collectives,
 ) -> dict[str, float]:
@@ -99,6 +102,7 @@ async def prepare(
     Args:
         samples: of each group, with the log-probs and values that the algorithm asks for.
         kl: updated with the batch's divergence; the same on all controllers.
+        baselines: of roles, updated for an estimator that moves them; the same on all controllers.
 
     Returns:
         metrics of all controllers' samples, under verl's names.
@@ -121,6 +125,11 @@ async def prepare(
         )
     estimator = get_advantage_estimator(algorithm.adv_estimator)
     greedy_scores = [g.greedy_score for g in groups]
+    credits: list[list[NDArray[np.float32] | None]] = []
+    if estimator.moves_baselines:
+        credits = await _compare_with_roles(groups, baselines, group, **algorithm.advantage_options)
+    elif not (estimator.reads_turns or estimator.reads_steps):
+        credits = [scored.center_credit() for scored in groups]
     metrics = await add_advantages(
         samples,
         rewards,
@@ -128,7 +137,7 @@ async def prepare(
         estimator,
         algorithm.advantage_options,
         group.all_gather,
-        credits=[] if estimator.reads_turns else [scored.center_credit() for scored in groups],
+        credits=credits,
         parts=[[response.parts for response in scored.responses] for scored in groups],
         turns=[[response.scored_turns() for response in scored.responses] for scored in groups],
     )
@@ -138,6 +147,30 @@ async def prepare(
             samples, algorithm.rollout_correction, group.all_gather
         )
     return metrics
+
+
+async def _compare_with_roles(
+    groups: Sequence[Group],
+    baselines: dict[str, float],
+    collectives: Collectives,
+    *,
+    ema_decay: float,
+) -> list[list[NDArray[np.float32] | None]]:
+    """Return the credit of turns less the baselines of their roles, and update these by the batch, in its order."""
+    returns: list[tuple[int, int, str, str, float]] = []
+    for group in groups:
+        game = str(group.columns.get(GAME_COLUMN, ""))
+        for response in group.responses:
+            for agent, value in response.mean_credit().items():
+                returns.append((group.prompt_index, response.index, agent, game, value))
+    everyones = chain.from_iterable(await collectives.all_gather(returns))
+    earlier: dict[tuple[int, int, str], float] = {}
+    for prompt_index, index, agent, game, value in sorted(everyones):
+        role = f"{game}/{agent}"
+        baseline = baselines.get(role, 0.0)
+        earlier[prompt_index, index, agent] = baseline
+        baselines[role] = ema_decay * baseline + (1 - ema_decay) * value
+    return [group.center_credit(earlier) for group in groups]
 
 
 def _rewards(

@@ -183,7 +183,13 @@ def _prepare_samples(algorithm: Any, batch: FixedBatch) -> Any:
     async def program(context: Any) -> list[Sample]:
         kl = KLController(algorithm.kl_ctrl)
         await prepare(
-            groups, samples, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group
+            groups,
+            samples,
+            algorithm,
+            kl=kl,
+            baselines={},
+            max_response_length=_MOST_TOKENS,
+            group=context.group,
         )
         return list(chain.from_iterable(samples))
 

@@ -49,6 +49,8 @@ class Scored:
     """The reason in words, such as a judge's: a next turn can give it to the policy."""
     answer: str | None = None
     """The answer that was found in the completion, in one spelling for equal answers: evaluations vote by it."""
+    steps: Mapping[int, float] = field(default_factory=dict[int, float], repr=False)
+    """The score of each step of the completion, by the number of characters up to its end; empty: it has none."""
 
     def as_parts(self, name: str) -> dict[str, float]:
         """Return score and parts as the parts of another score: ``judge`` and ``judge/parsed``."""

@@ -19,7 +19,13 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, TypeVar, get_args
 
-from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, require
+from gcore_rollout.errors import (
+    NoScoreError,
+    RewardError,
+    RewardExitError,
+    require,
+    require_one_of,
+)
 from gcore_rollout.rewards.reward import (
     FailureLog,
     GroupRewardFunction,
@@ -93,7 +99,10 @@ def check_score(value: object) -> Scored:
         for name, part in value.parts.items()
     }
     score = check_number("returned a score of", value.score)
-    return Scored(score=score, parts=parts, feedback=value.feedback, answer=value.answer)
+    steps = {
+        end: check_number("returned a step's score of", step) for end, step in value.steps.items()
+    }
+    return replace(value, score=score, parts=parts, steps=steps)
 
 
 def check_number(what: str, value: Any) -> float:
@@ -360,12 +369,9 @@ class RewardRunnerConfig:
     """Run a synchronous reward in as many threads as there may be calls (see `ThreadedReward`), not on the loop."""
 
     def __post_init__(self) -> None:
-        accepted = get_args(OnError)
         require("max_concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
         require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
-        require(
-            "on_error", self.on_error, self.on_error in accepted, f"one of {', '.join(accepted)}"
-        )
+        require_one_of("on_error", self.on_error, get_args(OnError))
 
 
 class RewardRunner:

@@ -21,7 +21,8 @@ ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
 ScoredTurn = tuple[int, int, float, int]
-"""A turn of an agent: where its tokens start and stop, its return, and a number that is equal for equal states."""
+"""A turn of an agent: where its tokens start and stop, its return, and a number that is equal for equal states; or a
+step of a response, whose reward takes the place of the return."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +49,7 @@ class ScoredGroup:
     parts: Sequence[Mapping[str, float]] = ()
     """Parts of each response's reward, by name."""
     turns: Sequence[Sequence[ScoredTurn]] = ()
-    """The turns of each response, for an estimator that reads them."""
+    """The turns or steps of each response, for an estimator that reads them."""
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -105,6 +106,10 @@ class AdvantageEstimator:
     """Rewards are read token by token, so that they may hold a KL penalty; otherwise only their sum is."""
     reads_turns: bool = False
     """Returns of turns are read, which otherwise take the place of advantages."""
+    reads_steps: bool = False
+    """As ``reads_turns``, but of steps of a response, or of turns whose returns are their own rewards alone."""
+    moves_baselines: bool = False
+    """Baselines of roles, which the run keeps from batch to batch, are subtracted from the returns of turns."""
     whiten: bool = False
     """The advantages are whitened over the batch."""
     min_group_size: int = 1

@@ -30,8 +30,9 @@ class CompositeReward:
 
     Each reward's own score, before its weight, is the part of its name, and its parts are below that: ``judge`` and
     ``judge/parsed``. Their feedback is joined by blank lines. One that raises `NotApplicableError` adds nothing, unless
-    all do. A synchronous reward runs on the event loop, so wrap one
-    that takes long in `ThreadedReward`. Weights need not sum to 1, and 0 measures a reward without using it.
+    all do. Of rewards that score steps, scores of steps that end together are added, and the scores of the others are
+    added to that of the last step. A synchronous reward runs on the event loop, so wrap one that takes long in
+    `ThreadedReward`. Weights need not sum to 1, and 0 measures a reward without using it.
 
     Example:
         >>> def is_right(prompt, completion, row):
@@ -171,11 +172,21 @@ def _sum(scored: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
     parts: dict[str, float] = {}
     feedback: list[str] = []
     answer: str | None = None
+    steps = defaultdict[int, float](float)
+    outcome = 0.0
     for name, term in scored.items():
         parts |= term.as_parts(name)
+        for end, step in term.steps.items():
+            steps[end] += weights[name] * step
+        if not term.steps:
+            outcome += weights[name] * term.score
         if term.feedback:
             feedback.append(term.feedback)
         if answer is None:
             answer = term.answer
+    if steps:
+        steps[max(steps)] += outcome
     score = math.fsum(weights[name] * term.score for name, term in scored.items())
-    return Scored(score=score, parts=parts, feedback="\n\n".join(feedback), answer=answer)
+    return Scored(
+        score=score, parts=parts, feedback="\n\n".join(feedback), answer=answer, steps=dict(steps)
+    )

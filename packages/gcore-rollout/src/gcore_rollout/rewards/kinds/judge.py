@@ -8,14 +8,16 @@ import statistics
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
-from gcore_rollout.errors import NoScoreError, RewardConfigError, require
+from gcore_rollout.errors import NoScoreError, RewardConfigError, require, require_one_of
 from gcore_rollout.images.reward import Images, Rows, png
 from gcore_rollout.rewards.kinds.rubric import CRITERION_QUESTION, read_rubric, score_rubric
 from gcore_rollout.rewards.reward import Scored, column, locate_errors
+from gcore_rollout.rewards.steps import STEP_REDUCTIONS, StepReduction, score_steps, split_steps
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
@@ -34,6 +36,20 @@ Answer:
 {completion}
 
 How good is the answer? Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
+"""
+_STEP_QUESTION = """Here are a request, an answer to it as far as it was written, and the last step of that.
+
+Request:
+{prompt}
+
+Answer:
+{completion}
+
+Last step:
+{step}
+
+Is the last step right? Think about it briefly, then end with "Score: N", where N is a whole number from 0, if it is
+wrong, to 10, if it is right.
 """
 _IMAGE_QUESTION = """How well does the image show this: {prompt}
 
@@ -238,8 +254,7 @@ class _ScoreJudge(Judge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        accepted = get_args(Reduce)
-        require("reduce", self.reduce, self.reduce in accepted, f"one of {', '.join(accepted)}")
+        require_one_of("reduce", self.reduce, get_args(Reduce))
 
     def _reduce(self, scores: Sequence[float]) -> float:
         """Reduce one or more scores to one."""
@@ -265,6 +280,9 @@ class JudgeReward(_ScoreJudge):
     and the score is the weighted share of the criteria that are met; see `score_rubric`. Parts are ``parsed`` and, for
     each criterion, ``criterion/NAME``. Its feedback has the verdict on each.
 
+    With a step separator it is a process reward model: each step is a question of its own, whose template has
+    ``{step}``, and as ``{completion}`` what was written up to its end. The result has `Scored.steps`.
+
     A judge that writes principles of its own before it judges by them (DeepSeek-GRM, arXiv 2504.02495) is one whose
     template asks for them; the mean of several verdicts is the paper's vote.
 
@@ -287,14 +305,22 @@ class JudgeReward(_ScoreJudge):
     """Column of the row with a rubric, a list of mappings with ``description``, ``weight`` (below 0 for a fault), and
     optionally ``name``, after which the criterion's part is called; without it, it is called after its place, from 1.
     Empty: the answer is scored as a whole."""
+    step_separator: str = ""
+    """The text between steps; empty: steps are not scored. Not with a rubric."""
+    step_reduction: StepReduction = "min"
+    """How the scores of steps become one: min, product, last or mean."""
 
     def __post_init__(self) -> None:
+        self._part = "completion"
         if self.rubric_key:
+            self._part = "criterion"
             self.template = self.template or CRITERION_QUESTION
+        elif self.step_separator:
+            self._part = "step"
+            self.template = self.template or _STEP_QUESTION
+        require_one_of("step_reduction", self.step_reduction, STEP_REDUCTIONS)
         super().__post_init__()
-        if self.rubric_key:
-            has_criterion = "criterion" in self._fields
-            require("template", self.template, has_criterion, "{criterion} in it")
+        require("template", self.template, self._part in self._fields, f"{{{self._part}}} in it")
         unparsable = self.on_unparsable
         is_accepted = (
             unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
@@ -303,20 +329,30 @@ class JudgeReward(_ScoreJudge):
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
+        rubric: Sequence[Mapping[str, Any]] = ()
+        steps: list[str] = []
+        parts: list[dict[str, str]] = []
+        if self.rubric_key:
+            rubric = read_rubric(row, self.rubric_key)
+            parts = [{"criterion": criterion["description"]} for criterion in rubric]
+        elif self.step_separator:
+            steps = split_steps(completion, self.step_separator)
+            prefixes = accumulate(steps)
+            parts = [{"step": step.strip(), "completion": next(prefixes)} for step in steps]
         texts = {"prompt": prompt, "completion": completion}
-        if not self.rubric_key:
-            [verdicts] = await self.ask([self._fill_template(row, **texts)])
-            return self._score_verdicts(verdicts)
-        rubric = read_rubric(row, self.rubric_key)
-        questions: list[str] = []
-        for criterion in rubric:
-            texts["criterion"] = criterion["description"]
-            questions.append(self._fill_template(row, **texts))
+        questions = [self._fill_template(row, **(texts | part)) for part in parts or [{}]]
         scores: list[Scored] = []
         for number, verdicts in enumerate(await self.ask(questions), 1):
-            with locate_errors(f"criterion {number}"):
+            if not parts:
+                return self._score_verdicts(verdicts)
+            with locate_errors(f"{self._part} {number}"):
                 scores.append(self._score_verdicts(verdicts))
-        return score_rubric(rubric, scores)
+        if rubric:
+            return score_rubric(rubric, scores)
+        scored = score_steps(steps, [step.score for step in scores], self.step_reduction)
+        parsed = statistics.fmean(step.parts["parsed"] for step in scores)
+        feedback = "\n\n".join(step.feedback for step in scores)
+        return replace(scored, parts={**scored.parts, "parsed": parsed}, feedback=feedback)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` for a row without the rubric that its score is made of."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from gcore_rollout.errors import NoScoreError, require
+from gcore_rollout.errors import NoScoreError, require_one_of
 from gcore_rollout.rewards.kinds.judge import Judge, check_pattern, read_last_match
 from gcore_rollout.rewards.kinds.tournament import Pair, Scheme, draw_order, pair_round
 from gcore_rollout.rewards.reward import Scored
@@ -99,12 +99,8 @@ class PairwiseJudge(Judge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, accepted in {
-            "on_unparsable": ("drop", "tie"),
-            "scheme": get_args(Scheme),
-        }.items():
-            value = getattr(self, name)
-            require(name, value, value in accepted, f"one of {', '.join(accepted)}")
+        require_one_of("on_unparsable", self.on_unparsable, ("drop", "tie"))
+        require_one_of("scheme", self.scheme, get_args(Scheme))
 
     async def __call__(
         self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]

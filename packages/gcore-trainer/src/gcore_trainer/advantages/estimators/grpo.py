@@ -1,5 +1,7 @@
 """GRPO: each response relative to the other responses to its prompt."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -35,6 +37,20 @@ def grpo_advantages(
         std = r.std(ddof=1) if r.size > 1 else 1.0
         centred = centred / (std + epsilon)
     return centred.astype(np.float32)
+
+
+def add_turn_advantages(
+    turns: Sequence[tuple[NDArray[np.floating], float]],
+    *,
+    norm_adv_by_std_in_grpo: bool,
+    weight: float = 1.0,
+) -> None:
+    """Add the `grpo_advantages` of turns among each other to their tokens; each turn is a view of these and a score."""
+    if turns:
+        scores = [score for _, score in turns]
+        advantages = grpo_advantages(scores, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+        for (tokens, _), advantage in zip(turns, advantages.tolist(), strict=True):
+            tokens += weight * advantage
 
 
 def centred_scores(r: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
-from gcore_trainer.advantages.estimators.grpo import grpo_advantages
+from gcore_trainer.advantages.estimators.grpo import add_turn_advantages, grpo_advantages
 from gcore_trainer.config import NotNegative
 
 
@@ -28,11 +28,10 @@ def gigpo(
         for start, stop, value, state in turns:
             states.setdefault(state, []).append((response[start:stop], value))
     for members in states.values():
-        if len(members) == 1:
-            continue
-        steps = grpo_advantages(
-            [value for _, value in members], norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
-        )
-        for (tokens, _), step in zip(members, steps, strict=True):
-            tokens += step_advantage_w * step
+        if len(members) > 1:
+            add_turn_advantages(
+                members,
+                norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+                weight=step_advantage_w,
+            )
     return advantages
