@@ -141,6 +141,24 @@ async def test_numbers_of_a_decoder_that_are_not_finite_are_refused(tmp_path: Pa
     await engine.close()
 
 
+async def test_images_that_are_not_decoded_are_latents_alone(tmp_path: Path) -> None:
+    """The same latents, without a pass of the decoder; the next batch is decoded again."""
+    engine = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path, with_vae=True))
+    decoded: list[int] = []
+    decoder = engine.pipeline.vae.decoder
+    decoder.register_forward_hook(lambda *_: decoded.append(1))
+    samples: dict[bool, ImageSample] = {}
+    for decodes in (False, True):
+        sampling = ImageSampling(num_inference_steps=2, decodes=decodes)
+        request = ImageRequest(request_id="a", prompt="red 7", sampling=sampling, seed=3)
+        [samples[decodes]] = [sample async for sample in engine.generate([request])]
+        assert bool(decoded) == decodes
+    await engine.close()
+    assert samples[False].image.size == 0
+    assert samples[True].image.size > 0
+    np.testing.assert_array_equal(samples[False].latents, samples[True].latents)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 async def test_weights_of_a_variant_are_found(flow: Path, tmp_path: Path, is_sharded: bool) -> None:
     """Folders of which only the fp16 files were downloaded; one component has plain files."""

@@ -23,6 +23,7 @@ from gcore_trainer import (
     DiffusionObjective,
     DiffusionSample,
     DiffusionTrainer,
+    FlowProcess,
     ForwardObjective,
     LoRAConfig,
     OptimizerConfig,
@@ -450,6 +451,43 @@ def test_the_sampling_policy_follows(pipeline: Path) -> None:
         torch.testing.assert_close(tensor, expected)
 
 
+def test_the_average_of_crd_does_not_sample(pipeline: Path) -> None:
+    """Its old policy is apart from the one that makes images, unlike that of DiffusionNFT."""
+    batch = sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)
+    for name in ("crd", "nft"):
+        trainer = trainer_of(pipeline, ForwardObjective(name, group_size=4, old_decay=0.5))
+        trainer.train_step([batch])
+        model = trainer.state()["model"]
+        is_policy = all(torch.equal(t, model[key]) for key, t in trainer.export_weights())
+        assert is_policy == (name == "crd")
+
+
+class Levels(FlowProcess):
+    """Keeps the levels, and the noise, that were drawn."""
+
+    drawn: list[tuple[torch.Tensor, torch.Tensor]] = []  # noqa: RUF012 - of one test
+
+    def add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
+    ) -> torch.Tensor:
+        self.drawn.append((level, noise))
+        return super().add_noise(clean, noise, level)
+
+
+@pytest.mark.parametrize(("name", "num_noises"), [("dgpo", 2), ("crd", 8)])
+def test_levels_and_noise_of_groups(pipeline: Path, name: str, num_noises: int) -> None:
+    """Levels are above the least one; the images of a group have one noise in DGPO, and their own in CRD."""
+    Levels.drawn.clear()
+    objective = ForwardObjective(name, Levels(), group_size=4, min_level=0.6, num_timesteps=3)
+    trainer = trainer_of(pipeline, objective)
+    trainer.train_step([sampled(Denoiser.from_pretrained(pipeline), 8, seed=0)])
+    assert len(Levels.drawn) == 3
+    for level, noise in Levels.drawn:
+        assert level.min() > 0.6
+        assert level.max() <= 1.0
+        assert len(level.unique()) == len(noise.unique(dim=0)) == num_noises
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_compute_the_same(pipeline: Path) -> None:
@@ -500,7 +538,7 @@ def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path)
         trainer.train_step([[samples[0], samples[1].at_steps([0])]])
     with pytest.raises(BatchError, match="ref_means is None"):
         trainer_of(pipeline, POLICY["flow-grpo with kl"]()).train_step([samples])
-    with pytest.raises(BatchError, match="3 images; expected pairs"):
+    with pytest.raises(BatchError, match="3 images; expected whole groups of 2"):
         trainer_of(pipeline, OBJECTIVES["dpo"]()).train_step([samples[:3]])
     with pytest.raises(BatchError, match="end before sampling does"):
         trainer_of(pipeline, OBJECTIVES["reward gradient"]()).train_step(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -121,6 +121,27 @@ async def test_fewer_pairs_than_replicas_are_repeated() -> None:
     prepared = await prepare(DPO, [[1.0, 0.0], [1.0, 1.0]], num_replicas=3)
     assert pairs_of(prepared.updates) == [[(0, 1)] * 3]
     assert [len(batch) for batch in prepared.updates[0]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["dgpo", "crd"])
+async def test_images_that_are_compared_stay_together(name: Literal["dgpo", "crd"]) -> None:
+    """Of three groups, two in the first update and one in the second, whatever a micro-batch holds otherwise."""
+    base = embedded_nft()
+    config = replace(
+        base,
+        algorithm=DiffusionAlgorithmConfig(name=name),
+        rollout=replace(base.rollout, n=3),
+        actor=replace(base.actor, num_updates=2, micro_batch_size=4),
+    )
+    groups = [[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [2.0, 0.0, 1.0]]
+    for num_replicas in (1, 2):
+        prepared = await prepare(config, groups, num_replicas=num_replicas)
+        numbers = [
+            [[int(sample.clean_latents[0]) for sample in batch] for batch in update]
+            for update in prepared.updates
+        ]
+        assert numbers[0] == [[0, 1, 2], [20, 21, 22]]
+        assert numbers[1] == [[10, 11, 12]] * num_replicas
 
 
 def windows(config: DiffusionConfig, steps: range) -> list[tuple[int, int] | None]:

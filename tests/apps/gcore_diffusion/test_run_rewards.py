@@ -28,6 +28,11 @@ def green(images, prompts, rows):
     return images[..., 1].mean((1, 2)) / 255
 
 
+def even(latents, prompts, rows):
+    assert latents.dtype == "float32" and latents.shape[1:] == (3, 8, 8), latents.shape
+    return -latents.std((1, 2, 3))
+
+
 class Picky:
     def check_prompts(self, prompts, rows):
         if any(prompt.startswith("c") for prompt in prompts):
@@ -172,6 +177,10 @@ def test_sums_that_contradict_themselves(options: list[str], said: str) -> None:
             "reward.models.clip.path is not set; expected a local folder of a CLIP model",
         ),
         ("rewards.py:red + pretty", "reward.kind is 'pretty'; expected jpeg_compressibility"),
+        (
+            "rewards.py:red + rewards.py:even",
+            "reward.kind is a sum; expected rewards of images, not of latents, in it",
+        ),
     ],
 )
 def test_sums_of_wrong_rewards(
@@ -182,6 +191,23 @@ def test_sums_of_wrong_rewards(
     with pytest.raises((UserError, RewardConfigError)) as error:
         check_rewards(parse_train([*MODEL, kind]))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("held_out", ["", "rewards.py:red"])
+def test_a_reward_of_latents_needs_no_image(cli: Cli, args: list[str], held_out: str) -> None:
+    """Images of training are decoded only for a reward of images next to it; held-out ones are shown in any case."""
+    folder = str(flow_pipeline(cli.cwd / "with-vae", with_vae=True))
+    reward = ["--reward.kind", "rewards.py:even", "--reward.held-out", held_out]
+    cli.ok(*args, "--model", folder, *reward, "--trainer.log-samples", "4")
+    run = cli.cwd / "runs/default"
+    for row in step_rows(run):
+        assert row["critic/score/mean"] < 0
+        assert row["actor/grad_norm"] > 0
+    shown = read_rows(run / "samples.jsonl")
+    assert len(shown) == 8
+    for row in shown:
+        assert ("image" in row) == bool(held_out)
+    assert list((run / "samples").glob("*.png"))
 
 
 def test_all_prompts_are_checked_at_the_start(cli: Cli, args: list[str]) -> None:

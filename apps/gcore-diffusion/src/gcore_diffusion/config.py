@@ -56,7 +56,7 @@ FORWARD: tuple[Algorithm, ...] = ("nft", "awm", "dgpo", "crd", "dpo")
 GROUPED: tuple[Algorithm, ...] = ("dgpo", "crd")
 """Algorithms of which an update has all images of a prompt."""
 NOISELESS: tuple[Algorithm, ...] = (*FORWARD, "reward_gradient")
-"""Algorithms whose images are made without noise, by ddim with as much as it has."""
+"""Algorithms that use no log-probability: their images are made without noise, or by ddim."""
 EVALUATED = {
     "val/score/mean": "reward",
     "val/held_out/mean": "reward not trained on",

@@ -90,6 +90,7 @@ class ImageModality(
             name = f"{wave.step}/{index}"
             prompts[name] = (index, prompt)
             sampling = image_sampling(self._config, step=wave.step, prompt_index=index)
+            sampling = replace(sampling, decodes=ctx.roles.rewards.need_images)
             seed = self._config.seed * 1_000_003 + index
             requests.append(image_request(prompt, name, sampling, n=n, seed=seed))
         generated: dict[str, list[ImageSample]] = {name: [] for name in prompts}
@@ -166,15 +167,8 @@ class ImageModality(
         metrics = {self.HAS_SIGNAL: float(has_signal)}
         # Images that stay together: of each prompt, or pairs.
         size = config.rollout.n if algorithm in GROUPED else 2
-        num_parts: list[int] = []
-        for rank_scores in scores_by_rank:
-            count = 0
-            for group_scores in rank_scores:
-                if algorithm == "dpo":
-                    count += len(preference_pairs(group_scores))
-                else:
-                    count += -(-len(group_scores) // size)
-            num_parts.append(count)
+        num_own = sum(-(-len(group_samples) // size) for group_samples in samples)
+        num_parts = await ctx.group.all_gather(num_own)
         if algorithm == "dpo":
             most_pairs = sum(len(group_scores) // 2 for group_scores in scores)
             metrics[_TIES] = float(most_pairs - sum(num_parts))

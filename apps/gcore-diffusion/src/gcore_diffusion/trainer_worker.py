@@ -43,8 +43,7 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             keep_free_memory()
         self._is_averaged = bool(config.actor.ema_decay)
         self._has_adapters = config.actor.lora is not None
-        policy = pipeline_component(model, config.actor.component)
-        self._component = policy[0]
+        self._component, class_name = pipeline_component(model, config.actor.component)
         self.engine_dtype = config.rollout.dtype
         load = partial(
             Denoiser.from_pretrained,
@@ -74,10 +73,9 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         reference = None
         if config.algorithm.name == "opd":
             teacher = Path(config.algorithm.options["teacher"])
-            if pipeline_component(teacher, config.actor.component) != policy:
+            if class_name not in pipeline_component(teacher, config.actor.component):
                 raise UserError(
-                    f"algorithm.options.teacher is {str(teacher)!r}; expected a pipeline with a {policy[1]}, as the "
-                    "policy is"
+                    f"algorithm.options.teacher is {str(teacher)!r}; expected a pipeline with a {class_name}"
                 )
             variant = weight_variant(teacher / self._component)
             reference = load(teacher, variant=variant).initial()

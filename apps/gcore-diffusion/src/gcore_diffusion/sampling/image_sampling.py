@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gcore_controller import Context, DeviceTimers, TrainerClient
 from gcore_diffusion.config import NOISELESS, DiffusionConfig
 from gcore_diffusion.sampling.prompts import ImagePrompt
-from gcore_diffusion.sampling.services import ImageRewards
+from gcore_diffusion.sampling.services import ImageRewards, takes_latents
 from gcore_diffusion.sampling.shared_arrays import with_arrays, with_tensors
 from gcore_rollout import (
     DDIM,
@@ -311,7 +311,7 @@ async def images(
 
 def inputs_of(reward: Callable[..., Any], samples: Sequence[ImageSample]) -> NDArray[Any]:
     """Return what a reward scores: images [B, H, W, 3] or videos [B, F, H, W, 3], or latents [B, ...]."""
-    field_name = "latents" if getattr(reward, "takes_latents", False) else "image"
+    field_name = "latents" if takes_latents(reward) else "image"
     return np.stack([getattr(sample, field_name) for sample in samples])
 
 

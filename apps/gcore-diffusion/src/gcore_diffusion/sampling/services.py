@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,17 @@ class ImageRewards:
     held_out: Callable[..., Any] | None
     """A reward that is only measured."""
 
+    @property
+    def need_images(self) -> bool:
+        """True unless all of them score latents."""
+        rewards = filter(None, (self.trained, self.held_out))
+        return not all(map(takes_latents, rewards))
+
+
+def takes_latents(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward scores latents, by the name of its first parameter, in place of images."""
+    return next(iter(signature(reward).parameters), "") == "latents"
+
 
 def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str) -> ImageRewards:
     """Build the rewards of a run on a device, with the engine of its judge if it has one.
@@ -150,12 +162,16 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
         rewards = [by_name[name] for name in terms]
         if not is_sum:
             return rewards[0]
+        if any(map(takes_latents, rewards)):
+            raise UserError(
+                f"{setting} is a sum; expected rewards of images, not of latents, in it"
+            )
         weights = dict(zip(labels, terms.values(), strict=True))
         return ImageCompositeReward(dict(zip(labels, rewards, strict=True)), weights=weights)
 
     gradient = reward_gradient(config)
     trained = (
-        LatentsReward(gradient)
+        make_latents_reward(gradient)
         if gradient
         else build("reward.kind", config.reward.trained_weights or {"digit": 1.0})
     )
@@ -260,21 +276,16 @@ def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     )
 
 
-class LatentsReward:
-    """Scores final latents by a differentiable reward: the input by which training differentiates it."""
+def make_latents_reward(gradient: Callable[..., Any]) -> Callable[..., NDArray[np.float64]]:
+    """Return a reward of final latents by a differentiable one: the input by which training differentiates it."""
+    import torch
 
-    takes_latents = True
-
-    def __init__(self, gradient: Callable[..., Any]) -> None:
-        self._gradient = gradient
-        self.__name__ = getattr(gradient, "__name__", "reward")
-
-    def __call__(
-        self, latents: NDArray[np.float32], prompts: Sequence[str], rows: Any
+    def score(
+        latents: NDArray[np.float32], prompts: Sequence[str], _rows: Any
     ) -> NDArray[np.float64]:
         """Return scores [B] of latents [B, ...]."""
-        import torch
-
-        del rows
         with torch.no_grad():
-            return self._gradient(torch.from_numpy(latents), prompts).double().numpy()
+            return gradient(torch.from_numpy(latents), prompts).double().numpy()
+
+    score.__name__ = getattr(gradient, "__name__", "reward")
+    return score

@@ -19,7 +19,7 @@ def samples_to_show(
     """Return ``count`` of a controller's images as rows of JSON, each with its number; see `Modality.samples`.
 
     The groups trained on come with the advantages of their images, if they have any. The numbers are random, and depend
-    on nothing but the step and the image's place in the run. ``image`` is a small WebP in base64.
+    on nothing but the step and the image's place in the run. ``image``, if it was decoded, is a small WebP in base64.
     """
     candidates: list[tuple[int, int, ImageGroup, Sequence[float] | None, bool]] = []
     filtered_groups = [(group, None) for group in filtered]
@@ -40,7 +40,9 @@ def samples_to_show(
             "parts": {name: float(value) for name, value in group.parts[index].items()},
             "advantage": round(advantages[index], 6) if advantages else None,
             "prompt": group.prompt.text,
-            "image": base64.b64encode(thumbnail(group.samples[index].image)).decode(),
         }
+        image = group.samples[index].image
+        if image.size:
+            row["image"] = base64.b64encode(thumbnail(image)).decode()
         rows.append((number, row))
     return rows

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -99,6 +99,7 @@ shared_noise, own_noise: the images of a prompt, with the same noise or each wit
 _Loss = Callable[..., LossAndMetrics]
 
 
+_UNREAD: Any = None
 RATIO_FIELDS = ("next_latents", "old_log_probs", "advantage")
 """Fields of images that a policy gradient reads."""
 
@@ -117,24 +118,22 @@ class Gaussian(Protocol):
 class DenoisingStep:
     """A recorded step of B images, as a loss of `DenoisingPolicyObjective` reads it.
 
-    Fields are those of `DiffusionSample`, at the step; None where the loss does not read them.
+    Its tensors besides ``dt`` are fields of `DiffusionSample` at the step, None where the loss does not read them.
     """
 
     drawn: Gaussian
     """The policy's Gaussians, [B, ...], with their gradient."""
     dt: torch.Tensor
     """[B] change of the noise level, below 0."""
-    next_latents: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None
-    advantage: torch.Tensor | None = None
-    old_means: torch.Tensor | None = None
-    ref_means: torch.Tensor | None = None
+    next_latents: torch.Tensor = _UNREAD
+    old_log_probs: torch.Tensor = _UNREAD
+    advantage: torch.Tensor = _UNREAD
+    old_means: torch.Tensor = _UNREAD
+    ref_means: torch.Tensor = _UNREAD
 
     @property
     def log_ratio(self) -> torch.Tensor:
         """Log-probability of the next latents [B] less that under the policy that drew them."""
-        assert self.next_latents is not None
-        assert self.old_log_probs is not None
         return self.drawn.log_prob(self.next_latents) - self.old_log_probs
 
 
@@ -152,12 +151,12 @@ class ForwardPass:
     """[B, ...] of the models' outputs, in pretraining."""
     policy: torch.Tensor
     """[B, ...] output of the policy, with its gradient."""
-    old: torch.Tensor | None
+    old: torch.Tensor = _UNREAD
     """[B, ...] output of the old policy; None: the loss does not need it."""
-    reference: torch.Tensor | None
+    reference: torch.Tensor = _UNREAD
     """[B, ...] output of the reference; None: nothing needs it."""
-    advantages: torch.Tensor
-    """[B]."""
+    advantages: torch.Tensor = _UNREAD
+    """[B]; None: the loss does not need them."""
     adv_clip_max: float
     """Largest advantage that there can be."""
     group_size: int

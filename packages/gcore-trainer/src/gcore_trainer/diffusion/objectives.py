@@ -218,13 +218,13 @@ class ForwardObjective(DiffusionObjective):
         self._adv_clip_max = adv_clip_max
         self._groups: LossGroups = self._loss.groups
         self._group_size = {"none": 1, "pairs": 2}.get(self._groups, group_size)
-        self._metric = "actor/pg_loss"
-        self.reads = ("clean_latents", "timestep_map", "advantage")
-        if self._groups == "pairs":
-            self._metric = "actor/dpo_loss"
-            self.reads = ("clean_latents", "timestep_map")
+        is_paired = self._groups == "pairs"
+        self._metric = "actor/dpo_loss" if is_paired else "actor/pg_loss"
+        self.reads = ("clean_latents", "timestep_map")
+        if not is_paired:
+            self.reads += ("advantage",)
         options = read_options(diffusion_options(loss), options)
-        self.num_timesteps = options.pop("num_timesteps") or (1 if self._groups == "pairs" else 4)
+        self.num_timesteps = options.pop("num_timesteps") or (1 if is_paired else 4)
         self._kl_loss_coef: float = options.pop("kl_loss_coef")
         self._min_level: float = options.pop("min_level")
         self.needs_reference = self._loss.needs_reference or self._kl_loss_coef > 0
@@ -235,12 +235,10 @@ class ForwardObjective(DiffusionObjective):
         self._options = options
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
-        size = self._group_size
-        if len(samples) % size:
-            expected = "pairs of a chosen and a rejected one"
-            if self._groups != "pairs":
-                expected = f"whole groups of {size}"
-            raise BatchError(f"micro_batches hold {len(samples)} images; expected {expected}")
+        if len(samples) % self._group_size:
+            raise BatchError(
+                f"micro_batches hold {len(samples)} images; expected whole groups of {self._group_size}"
+            )
         super().check(samples)
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
@@ -260,33 +258,28 @@ class ForwardObjective(DiffusionObjective):
         noised = self._process.add_noise(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
         conditions = Conditioned.of(samples, device)
-        advantages = torch.zeros_like(level)
+        values: dict[str, torch.Tensor] = {}
         if "advantage" in self.reads:
-            [advantages] = stack_fields(samples, device, "advantage")
-        old: torch.Tensor | None = None
-        reference: torch.Tensor | None = None
+            [values["advantages"]] = stack_fields(samples, device, "advantage")
         with torch.no_grad():
             if models.old is not None:
-                old = models.old(noised, timesteps, conditions)
+                values["old"] = models.old(noised, timesteps, conditions)
             if models.reference is not None and self.needs_reference:
-                reference = models.reference(noised, timesteps, conditions)
+                values["reference"] = models.reference(noised, timesteps, conditions)
         forward = ForwardPass(
             clean=clean,
             noised=noised,
             level=level,
             target=self._process.target(clean, noise, level),
             policy=models.policy(noised, timesteps, conditions),
-            old=old,
-            reference=reference,
-            advantages=advantages,
             adv_clip_max=self._adv_clip_max,
             group_size=size,
+            **values,
         )
         losses, metrics = self._loss(forward, **self._options)
         loss, sums = add_parts(losses, metrics, total, name=self._metric)
         if self._kl_loss_coef:
-            assert reference is not None
-            kl_loss = squared_distance(forward.policy, reference).sum() / (total * size)
+            kl_loss = squared_distance(forward.policy, forward.reference).sum() / (total * size)
             loss = loss + self._kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
         return loss, sums

@@ -72,7 +72,10 @@ class PipelineCall:
     def __call__(
         self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
-        """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
+        """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3].
+
+        Images that are not to be decoded are empty.
+        """
         prompts = [request.prompt for request in requests]
         images = requests[0].images
         sampling = requests[0].sampling
@@ -102,13 +105,16 @@ class PipelineCall:
         else:
             options["class_labels"] = [self._parse_class(prompt) for prompt in prompts]
         options |= self._guidance_arguments(sampling, len(options.get("prompt", ())))
+        makes_pixels = has_decoder and sampling.decodes
         # The first field is called images or frames.
         output: torch.Tensor = self._pipeline(
             **options,
             generator=list(generators),
             num_inference_steps=sampling.num_inference_steps,
-            output_type="pt" if has_decoder else "latent",
+            output_type="pt" if makes_pixels else "latent",
         )[0]
+        if has_decoder and not makes_pixels:
+            return np.zeros((len(requests), 0, 0, 3), np.uint8)
         pixels = output.float()
         if not has_decoder:
             pixels = pixels / 2 + 0.5

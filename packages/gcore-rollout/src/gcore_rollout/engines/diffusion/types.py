@@ -56,6 +56,8 @@ class ImageSampling:
     2505.07818)."""
     negative_prompt: str = ""
     """Text that the model is given in place of the prompt in the pass without it; empty: the pipeline's own."""
+    decodes: bool = True
+    """False: images are left as latents, which saves the pass of a decoder, if the pipeline has one."""
 
     def suits(self, sampling: "ImageSampling") -> bool:
         """Return whether images with these settings and with others can be made in one batch: windows may differ."""
@@ -201,7 +203,7 @@ class ImageSample(AnySample):
     """
 
     image: NDArray[np.uint8]
-    """[H, W, 3], or of a video's frames [F, H, W, 3]; empty if it was cut short."""
+    """[H, W, 3], or of a video's frames [F, H, W, 3]; empty if it was cut short, or not decoded."""
     latents: NDArray[np.float32]
     """Latents [...] that the image was decoded from."""
     trajectory: Trajectory

@@ -24,7 +24,6 @@ def flow_dppo(
     D = (m_old - m)^2 / 2 std^2 (eq. 14) is above ``kl_mask_threshold``, and 1 elsewhere. As in the published code, D is
     a mean over dimensions, as log-probabilities are here: 1e-5 to 1e-6 for images of 512 pixels.
     """
-    assert step.old_means is not None
     ratio = safe_ratio(step.log_ratio)
     deviation = ratio.detach() - 1
     divergence = gaussian_kl(step.drawn.mean.detach(), step.old_means, step.drawn.std)

@@ -19,8 +19,6 @@ def grpo_guard(step: DenoisingStep, config: DenoisingPolicyConfig) -> LossAndMet
     the more seldom the larger std is. With that added, and in units of std, it is the mean over dimensions of
     e (m - m_old), e the noise that was drawn: the same at every step.
     """
-    assert step.next_latents is not None
-    assert step.old_means is not None
     drawn = step.drawn
     noise = (step.next_latents - step.old_means) / column(drawn.std, drawn.mean)
     log_ratio = (noise * (drawn.mean - step.old_means)).flatten(1).mean(1)

@@ -31,7 +31,6 @@ def awm(
     The images are those of the old policy, the published code's ``off_policy``. With ``old_decay_max`` 0 the old policy
     is the present one, as is its default: r is 1 and its gradient that of l_old - l.
     """
-    assert forward.old is not None
 
     def cost(output: torch.Tensor) -> torch.Tensor:
         errors = forward.errors(output)

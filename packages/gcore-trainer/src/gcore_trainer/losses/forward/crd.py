@@ -14,7 +14,6 @@ def crd(forward: ForwardPass, *, beta: AboveZero = 1.0) -> LossAndMetrics:
     penalty, beta g is R up to a constant of the prompt, which the means over its images take out. The images are the
     policy's own, and the old policy, an average of it, is apart from them.
     """
-    assert forward.old is not None
     gains = forward.by_group(forward.errors(forward.old) - forward.errors(forward.policy))
     gaps = beta * gains - forward.by_group(forward.optimality)
     return forward.adv_clip_max / beta * gaps.var(1, correction=0), {}

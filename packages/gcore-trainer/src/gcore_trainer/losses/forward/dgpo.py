@@ -16,7 +16,6 @@ def dgpo(forward: ForwardPass, *, beta: AboveZero = 100.0) -> LossAndMetrics:
     code, sigmoid(beta sum_j A_j (e_j - e_ref,j) / n) sum_i A_i grad e_i / n. The paper draws no low levels
     (``min_level``), where it would learn the faults of images that were made in few steps.
     """
-    assert forward.reference is not None
     changes = forward.errors(forward.policy) - forward.errors(forward.reference)
     preferences = forward.by_group(forward.advantages * changes).mean(1)
     return -logsigmoid(-beta * preferences) / beta, {}

@@ -14,7 +14,6 @@ def dpo(forward: ForwardPass, *, beta: AboveZero = 2000.0) -> LossAndMetrics:
     e are mean squared errors of the policy and the reference, with the same noise: of the chosen image w, which is the
     first of a pair, and the rejected one l. A larger ``beta`` keeps the policy closer to the reference.
     """
-    assert forward.reference is not None
     changes = forward.by_group(forward.errors(forward.policy) - forward.errors(forward.reference))
     margins = -0.5 * beta * (changes[:, 0] - changes[:, 1])
     return -logsigmoid(margins), {"actor/dpo_accuracy": margins > 0}

@@ -21,8 +21,6 @@ def nft(
     of x_0 = x_s - s v+-, divided by its own mean absolute error (without gradient). r, in [0, 1], says how good the
     image is: 1 with an advantage of adv_clip_max, 0 with minus that. Of flow-matching models.
     """
-    assert forward.old is not None
-    old = forward.old
     optimality = forward.optimality
 
     def regression(implicit: torch.Tensor) -> torch.Tensor:
@@ -31,7 +29,7 @@ def nft(
         scale = error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
         return (error**2).flatten(1).mean(1) / scale
 
-    positive = regression((1 - beta) * old + beta * forward.policy)
-    negative = regression((1 + beta) * old - beta * forward.policy)
+    positive = regression((1 - beta) * forward.old + beta * forward.policy)
+    negative = regression((1 + beta) * forward.old - beta * forward.policy)
     losses = (optimality * positive + (1 - optimality) * negative) / beta
     return forward.adv_clip_max * losses, {}
