@@ -97,10 +97,11 @@ def test_a_resumed_loader_continues_in_the_same_order(
         PromptLoader(rows, seed=seed, rank=rank, world_size=before) for rank in range(before)
     ]
     taken = [pair for loader in loaders for count in draws for pair in loader.take(count)]
-    [state] = {tuple(sorted(loader.state().items())) for loader in loaders}
+    state = loaders[0].state()
+    assert all(loader.state() == state for loader in loaders)
     resumed = [PromptLoader(rows, seed=seed, rank=rank, world_size=after) for rank in range(after)]
     for loader in resumed:
-        loader.load_state(dict(state))
+        loader.load_state(state)
         taken += loader.take(8)
     order = PromptLoader(range(num_rows), seed=seed)
     assert sorted(taken) == [(index, order.row(index)) for index in range(sum(draws) + 8)]
@@ -212,3 +213,33 @@ def test_rows_that_a_curriculum_passes_over_are_not_read() -> None:
     loader = PromptLoader(rows, seed=0, num_workers=2, curriculum=curriculum)
     assert len(loader.take(5)) == rows.num_reads == 5
     assert loader.cursor > 5
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 3]),
+)
+def test_prompts_that_are_given_back_are_taken_first(
+    counts: list[int], before: int, after: int
+) -> None:
+    """Each once, with any number of controllers, also after a checkpoint."""
+    rows = range(100, 120)
+    loaders = [PromptLoader(rows, seed=1, rank=rank, world_size=before) for rank in range(before)]
+    taken = [entry for loader in loaders for entry in loader.take(20)]
+    indices = [7, 2, 11, 3]
+    for loader in loaders:
+        loader.give_back(indices[:1])
+        loader.give_back(indices[1:])
+    assert {loader.epoch for loader in loaders} == {16 / 20}
+    state = loaders[0].state()
+    loaders = [PromptLoader(rows, seed=1, rank=rank, world_size=after) for rank in range(after)]
+    again: list[tuple[int, int]] = []
+    for loader in loaders:
+        loader.load_state(state)
+    for count in counts:
+        again += sorted(entry for loader in loaders for entry in loader.take(count))
+    expected = [2, 3, 7, 11, *range(20, 100)][: sum(counts)]
+    assert [index for index, _ in again] == expected
+    rows_by_index = dict(taken)
+    assert all(rows_by_index.get(index, row) == row for index, row in again)

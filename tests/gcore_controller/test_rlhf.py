@@ -1,12 +1,12 @@
 """The RLHF loop with a small modality: the same training for any number of controllers, resumption, schedules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tones import NUM_TONES, Roles, Synthesizer, Take, Tones, Trainer
+from tones import NUM_TONES, Roles, Streams, Synthesizer, Take, Tones, Trainer
 
 from gcore_controller import (
     Context,
@@ -27,6 +27,7 @@ from gcore_controller import (
 )
 from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.batch_producer import exchange
+from gcore_placement import predict_ages
 
 CONFIG = RLHFConfig(
     total_steps=12, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8
@@ -73,7 +74,7 @@ def run(
     world_size: int = 1,
     logits: Any = None,
     seconds: float = 0.01,
-    modality: type[Tones] = Tones,
+    modality: Callable[[list[int]], Tones] = Tones,
 ) -> Notebook:
     """Run a job in simulated time."""
     logits = np.zeros(NUM_TONES) if logits is None else logits.copy()
@@ -168,7 +169,8 @@ def test_resumption_with_another_number_of_controllers(
         partial_rollout=partial_rollout,
         over_sample_rate=0.5,
     )
-    first = run(replace(config, total_steps=6), world_size=2)
+    modality = Streams if partial_rollout and schedule == "async" else Tones
+    first = run(replace(config, total_steps=6), world_size=2, modality=modality)
     if partial_rollout:
         assert any(state["unfinished"] for state in first.states[-1])
     assert (
@@ -184,7 +186,7 @@ def test_resumption_with_another_number_of_controllers(
     start = RunStart(
         first_step=6, controllers=first.states[-1], is_policy_behind=True, is_evaluated=True
     )
-    resumed = run(config, start, world_size=3, logits=first.weights[-1])
+    resumed = run(config, start, world_size=3, logits=first.weights[-1], modality=modality)
     assert [row["sampling/groups"] for row in resumed.metrics] == [6] * 6
     if schedule == "sync" and not partial_rollout:
         whole = run(config)
@@ -202,6 +204,107 @@ def test_staleness_of_schedules() -> None:
     rows = run(replace(config, schedule="async"), world_size=2, seconds=1.0).metrics
     staleness = [step - row["sampling/oldest_version"] for step, row in enumerate(rows)]
     assert 1 <= max(staleness) <= 3
+
+
+STREAMED = replace(
+    CONFIG,
+    filter_groups=False,
+    schedule="async",
+    partial_rollout=True,
+    total_steps=24,
+    train_batch_size=8,
+    log_samples=1000,
+)
+
+
+def trained(notebook: Notebook) -> list[int]:
+    return [row["prompt_index"] for rows in notebook.samples for row in rows]
+
+
+@pytest.mark.parametrize("strategy", [True, "wait"])
+@pytest.mark.parametrize("filter_groups", [False, True])
+@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize("seconds", [0.5, 30.0])
+def test_no_group_is_too_old_and_none_is_lost(
+    strategy: Any, max_staleness: int, seconds: float, *, filter_groups: bool
+) -> None:
+    """Whether engines or training take longer; what is dropped is sampled again, also after a run is killed."""
+    players: list[Streams] = []
+
+    def play(prompts: Sequence[int]) -> Streams:
+        players.append(Streams(prompts))
+        players[-1].sigma = 1.5
+        return players[-1]
+
+    config = replace(
+        STREAMED,
+        partial_rollout=strategy,
+        max_staleness=max_staleness,
+        filter_groups=filter_groups,
+    )
+    first = run(config, seconds=seconds, world_size=2, modality=play)
+    stale = sum(row["sampling/stale_groups"] for row in first.metrics)
+    assert stale == sum(player.num_dropped for player in players[:2])
+    if not filter_groups:
+        assert (stale > 0) == (strategy is True)
+    reached = first.states[11]
+    start = RunStart(first_step=12, controllers=reached, is_policy_behind=True, is_evaluated=True)
+    resumed = run(
+        config, start, logits=first.weights[11], seconds=seconds, world_size=3, modality=play
+    )
+    for row in first.metrics + resumed.metrics:
+        assert row["sampling/groups"] == 8
+        assert row["sampling/age/max"] <= max_staleness
+        shares = {n: v for n, v in row.items() if n.startswith("sampling/age/share/")}
+        assert sum(shares.values()) == pytest.approx(1)
+        mean = sum(int(name.rpartition("/")[2]) * share for name, share in shares.items())
+        assert row["sampling/age/mean"] == pytest.approx(mean)
+    indices = [row["prompt_index"] for rows in first.samples[:12] for row in rows]
+    indices += trained(resumed)
+    for state in resumed.states[-1]:
+        for take in (*state["unfinished"], *state["sampler"]["surplus"]):
+            indices.append(take["ticket"])
+    loader = resumed.states[-1][0]["loader"]
+    indices += loader["returned"]
+    assert len(set(indices)) == len(indices)
+    if not filter_groups:
+        assert sorted(indices) == list(range(loader["cursor"]))
+
+
+@pytest.mark.parametrize(("max_staleness", "strategy"), [(8, True), (8, "wait"), (2, True)])
+def test_ages_are_those_of_the_closed_form(max_staleness: int, strategy: Any) -> None:
+    """Engines have 12 groups for batches of 8 at every moment: one starts as another ends, or is dropped."""
+    players: list[Streams] = []
+
+    def play(prompts: Sequence[int]) -> Streams:
+        players.append(Streams(prompts))
+        players[-1].slots = 12
+        return players[-1]
+
+    config = replace(
+        STREAMED, partial_rollout=strategy, max_staleness=max_staleness, total_steps=400
+    )
+    notebook = run(config, seconds=0.5, modality=play)
+    [player] = players
+    # The run's end holds back what no batch could use.
+    assert {count for _, count in player.playing[:-100]} == {12}
+    rows = notebook.metrics[20:]
+    shares = [
+        np.mean([row.get(f"sampling/age/share/{age}", 0.0) for row in rows])
+        for age in range(max_staleness + 1)
+    ]
+    draws = np.random.default_rng(1).lognormal(-(player.sigma**2) / 2, player.sigma, 20_000)
+    predicted = predict_ages(
+        player.mean_s * draws,
+        num_in_flight=12,
+        train_batch_size=8,
+        update_s=2 * 0.5,
+        max_staleness=max_staleness,
+        strategy="wait" if strategy == "wait" else "drop",
+    )
+    assert predicted.shares == pytest.approx(shares, abs=0.03)
+    stale = sum(row["sampling/stale_groups"] for row in notebook.metrics)
+    assert predicted.stale_share == pytest.approx(stale / (stale + 8 * 400), abs=0.02)
 
 
 class _Louder(Tones):

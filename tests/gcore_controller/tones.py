@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -179,9 +179,6 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
     def group_from_state(self, state: State) -> Take:
         return Take(state["ticket"], state["tones"], state["scores"], state["oldest_version"])
 
-    def restart(self, group: Take) -> Take:
-        return replace(group, oldest_version=None)
-
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Take]) -> list[float]:
         del ctx
         return [float(score) for g in groups for score in g.scores]
@@ -222,3 +219,68 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
             probabilities(ctx.roles.policy.logits)
             @ -np.abs(np.arange(NUM_TONES) - self._prompts[0])
         )
+
+
+class Streams(Tones):
+    """Plays up to ``slots`` takes at once, each as long as its draw of a mean of ``mean_s`` seconds.
+
+    Takes that were cut short continue where they were; one that is played again is drawn again.
+    """
+
+    slots = 8
+    mean_s = 4.0
+    sigma = 0.5
+
+    def __init__(self, prompts: Sequence[int]) -> None:
+        super().__init__(prompts)
+        self._left_s: dict[int, float] = {}
+        """Seconds that are left of takes that were cut short."""
+        self._draws = np.random.default_rng(0)
+        self.num_dropped = 0
+        self.playing: list[tuple[float, int]] = []
+        """The takes that play at once, from a moment on."""
+
+    def drop(self, group: Take) -> None:
+        self.num_dropped += 1
+        self._left_s.pop(group.prompt_index, None)
+
+    def samples(
+        self, ctx: Any, step: int, batch: TrainingBatch[Take], prepared: Prepared[Any] | None
+    ) -> list[tuple[int, dict[str, Any]]]:
+        del ctx, step, prepared
+        return [(take.prompt_index, {"prompt_index": take.prompt_index}) for take in batch.groups]
+
+    async def generate(self, ctx: Context[Roles], wave: Wave[int]) -> Generated[Take]:
+        ends: dict[int, tuple[float, int]] = {}
+        takes: list[Take] = []
+        assert wave.take is not None
+        assert wave.quota is not None
+
+        def start(index: int, version: int | None) -> None:
+            drawn_s = self.mean_s * self._draws.lognormal(-(self.sigma**2) / 2, self.sigma)
+            end_s = ctx.clock() + self._left_s.pop(index, drawn_s)
+            ends[index] = end_s, ctx.roles.policy.weight_version if version is None else version
+
+        with ctx.timer.stage("gen"):
+            for take, _ in wave.unfinished:
+                start(take.prompt_index, take.oldest_version)
+            while True:
+                versions = [version for _, version in ends.values()]
+                if len(takes) >= wave.quota and (not wave.may_stop or wave.may_stop(versions)):
+                    break
+                for index, _ in await wave.take(self.slots - len(ends)):
+                    start(index, None)
+                self.playing.append((ctx.clock(), len(ends)))
+                if not ends:
+                    break
+                end_s, index = min((end_s, index) for index, (end_s, _) in ends.items())
+                await asyncio.sleep(end_s - ctx.clock())
+                takes.append(self._take(index, ends.pop(index)[1]))
+        for index, (end_s, _) in ends.items():
+            self._left_s[index] = end_s - ctx.clock()
+        unfinished = [self._take(index, version) for index, (_, version) in ends.items()]
+        return Generated(groups=takes, unfinished=unfinished)
+
+    def _take(self, index: int, version: int) -> Take:
+        tones = np.random.default_rng(index).integers(0, NUM_TONES, self.n)
+        return Take(index, tones, tones.astype(np.float64), version)

@@ -1,5 +1,8 @@
 """Strategies on traces: an obvious simulation as oracle, accounts that add up, and a bound that holds."""
 
+import heapq
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +24,7 @@ from gcore_placement import (
     TraceRecipe,
     TrainingCosts,
     forecast as step_time,
+    predict_ages,
     predict_step,
 )
 from gcore_placement.partition.space import Partition
@@ -378,3 +382,102 @@ def test_a_strategy_is_an_entry_for_plans_and_a_method_for_simulations(
     assert run.num_moves == 0
     for step in run.steps:
         assert sum(step.device_s.values()) == pytest.approx(11 * step.seconds)
+
+
+def play_groups(
+    draw_s: Callable[[], float], *, in_flight: int, batch: int, update_s: float, max_staleness: int
+) -> tuple[list[float], float, float]:
+    """Sample and train, event by event, and drop; return the shares of ages, of dropped groups, and seconds a step."""
+    rng = np.random.default_rng(1)
+    playing: list[tuple[float, int, int]] = []
+    num_started, version, num_dropped = 0, 0, 0
+    now_s, published_s = 0.0, math.inf
+    trained_s: list[float] = []
+    complete: list[int] = []
+    ages = np.zeros(max_staleness + 1)
+    while len(trained_s) < 1500:
+        while len(playing) < in_flight:
+            delay_s = float(rng.uniform(0, 4)) if num_started < in_flight else 0.0
+            num_started += 1
+            heapq.heappush(playing, (now_s + delay_s + draw_s(), num_started, version))
+        if published_s <= playing[0][0]:
+            version, published_s = len(trained_s), math.inf
+            continue
+        now_s, _, started = heapq.heappop(playing)
+        complete.append(started)
+        if len(complete) < batch:
+            continue
+        if published_s < math.inf:
+            # The trainer is still at the batch before.
+            now_s, version, published_s = published_s, len(trained_s), math.inf
+        np.add.at(ages, len(trained_s) - np.array(complete), 1)
+        complete.clear()
+        trained_s.append(now_s)
+        published_s = now_s + update_s
+        young = [entry for entry in playing if len(trained_s) - entry[2] <= max_staleness]
+        num_dropped += len(playing) - len(young)
+        playing[:] = young
+        heapq.heapify(playing)
+    shares = (ages / ages.sum()).tolist()
+    return shares, num_dropped / num_started, float(np.diff(trained_s)[100:].mean())
+
+
+@pytest.mark.parametrize("max_staleness", [2, 3, 8])
+@pytest.mark.parametrize("sigma", [0.02, 0.5, 1.0])
+def test_ages_are_distributed_as_predicted(sigma: float, max_staleness: int) -> None:
+    """For groups that take equally long, and for those of which a part is dropped."""
+    rng = np.random.default_rng(0)
+    draws = iter((4 * rng.lognormal(-(sigma**2) / 2, sigma, 300_000)).tolist())
+    shares, stale, step_s = play_groups(
+        lambda: next(draws), in_flight=96, batch=64, update_s=1.0, max_staleness=max_staleness
+    )
+    predicted = predict_ages(
+        4 * rng.lognormal(-(sigma**2) / 2, sigma, 20_000),
+        num_in_flight=96,
+        train_batch_size=64,
+        update_s=1.0,
+        max_staleness=max_staleness,
+    )
+    assert predicted.shares == pytest.approx(shares, abs=0.04)
+    assert predicted.stale_share == pytest.approx(stale, abs=0.01)
+    assert predicted.step_s == pytest.approx(step_s, rel=0.02)
+    assert predicted.shares.sum() == pytest.approx(1)
+    if not predicted.stale_share:
+        # Little's law.
+        mean = float(predicted.shares @ np.arange(max_staleness + 1))
+        assert mean == pytest.approx(96 / 64 + 1.0 / step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["drop", "wait"])
+def test_ages_where_training_takes_longer(strategy: Any) -> None:
+    ages = predict_ages(
+        [3.0, 5.0],
+        num_in_flight=8,
+        train_batch_size=8,
+        update_s=30.0,
+        max_staleness=3,
+        strategy=strategy,
+    )
+    assert (ages.step_s, ages.shares.tolist(), ages.stale_share) == (30.0, [0, 0, 0, 1], 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("group_s", [1.0, 0.0], "group_s is 0.0; expected a finite number above 0"),
+        ("group_s", [], "group_s is inf; expected a finite number above 0"),
+        ("num_in_flight", 0, "num_in_flight is 0; expected a finite number above 0"),
+        ("update_s", -1.0, "update_s is -1.0; expected 0 or more"),
+        ("max_staleness", 0, "max_staleness is 0; expected a finite number above 0"),
+    ],
+)
+def test_ages_of_no_run(field: str, value: Any, message: str) -> None:
+    fields: dict[str, Any] = {
+        "group_s": [1.0],
+        "num_in_flight": 8,
+        "train_batch_size": 8,
+        "update_s": 1.0,
+        "max_staleness": 2,
+    }
+    with pytest.raises(PlacementError, match=message):
+        predict_ages(**fields | {field: value})

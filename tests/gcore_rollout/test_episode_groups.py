@@ -5,7 +5,6 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -181,7 +180,7 @@ PROMPTS = [(i, Prompt(text="", token_ids=(1,), row={})) for i in range(3)]
 
 
 async def test_episodes_that_a_quota_cuts_short_go_on() -> None:
-    """They belong to the next call; a group that failed is not played on, nor is one that is to start again."""
+    """They belong to the next call; a group that failed is not played on, nor is one that starts again."""
     players = Players(failing=["2/0"])
     engine = FakeEngine(version=3)
     running = RunningEpisodes(engine)
@@ -211,16 +210,15 @@ async def test_episodes_that_a_quota_cuts_short_go_on() -> None:
     assert whole.prompt_ids.tolist() == [1, 7]
     assert set(players.num_started.values()) == {1}
 
-    again = replace(whole, responses=[], running_version=None)
     players.may_end.clear()
     running.start("1/0", lambda: players.play(engine, PROMPTS[1][1], "1/0", SAMPLING, 0))
     await asyncio.sleep(0)
     players.let_end("1/1")
     old_event = players.may_end.pop("1/0")
     players.let_end("1/0")
-    [whole], _ = await make_generation(players, engine, quota=1, running=running).run(
-        unfinished=[(again, PROMPTS[1][1])]
-    )
+    # As where the group is dropped, whose prompt is sampled again.
+    running.cancel("1/")
+    [whole], _ = await make_generation(players, engine, quota=1, running=running).run([PROMPTS[1]])
     assert not old_event.is_set()
     assert [response.index for response in whole.responses] == [0, 1]
     assert players.num_cancelled["1/0"] == 1

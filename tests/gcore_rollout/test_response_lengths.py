@@ -184,3 +184,57 @@ async def test_a_response_that_reaches_the_length_defers_its_prompt(tied: TinyMo
             assert np.array_equal(one.token_ids, other.token_ids)
     assert engine.stats().num_running == engine.stats().num_waiting == 0
     await engine.close()
+
+
+async def test_a_group_starts_as_another_ends_and_none_waits_in_the_engine(
+    tied: TinyModel,
+) -> None:
+    """The engine has keys and values for three groups; with a quota the others continue in the next call."""
+    options: Any = {"max_model_len": 128, "kv_cache_bytes": 6 * 128 << 10}
+    engine = HFEngine.from_pretrained(tied.path, eos_token_ids=EOS_TOKEN_IDS, **options)
+    assert engine.stats().num_slots == 6
+    roles = RolloutRoles(policy=engine, reward=RewardRunner(no_reward), tokenizer=Digits())
+    left = [(i, prompt_of(i)) for i in range(24)]
+    numbers: list[int] = []
+
+    async def take(count: int) -> list[tuple[int, Prompt]]:
+        stats = engine.stats()
+        assert stats.num_waiting == 0
+        assert stats.num_running + 2 * count <= 6
+        taken = left[:count]
+        del left[:count]
+        numbers.append(len(taken))
+        return taken
+
+    async def generate(
+        quota: int, unfinished: list[Group], **options: Any
+    ) -> tuple[list[Group], list[Group]]:
+        generation = Generation(
+            roles=roles,
+            sampling=SamplingParams(max_tokens=100, temperature=1.5),
+            n=2,
+            seed=1,
+            time_stage=nullcontext,
+            quota=quota,
+            slots=engine.stats().num_slots,
+            **options,
+        )
+        continued = [(group, prompt_of(group.prompt_index)) for group in unfinished]
+        return await generation.run(unfinished=continued, take=take)
+
+    complete, unfinished = await generate(8, [])
+    # None is taken at the end, for which there would be no use.
+    assert sum(numbers) == len(complete) + len(unfinished) == 24 - len(left)
+    assert 8 <= len(complete) <= 9
+    assert 1 <= len(unfinished) <= 3
+    before = {group.prompt_index: group for group in unfinished}
+    lengths = [group.lengths.tolist() for group in unfinished]
+    await engine.update_weights(tied.old.state_dict().items(), version=1)
+    complete, unfinished = await generate(0, unfinished)
+    assert (complete, [group.lengths.tolist() for group in unfinished]) == ([], lengths)
+    complete, _ = await generate(1, unfinished, may_stop=lambda versions: 0 not in versions)
+    assert before.keys() <= {group.prompt_index for group in complete}
+    for group in complete:
+        if group.prompt_index in before:
+            assert group.oldest_version == 0
+    await engine.close()

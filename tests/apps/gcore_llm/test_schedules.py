@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Cli, metrics_of, option_set, step_rows
+from command_line import Cli, metrics_of, option_set, read_rows, step_rows
 
 # It may kill its process on the way.
 REWARD = """
@@ -68,24 +68,37 @@ def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize(
+    ("max_staleness", "partial_rollout"), [(1, "False"), (3, "False"), (2, "True"), (2, "wait")]
+)
 def test_async_is_no_staler_than_it_may_be(
-    cli: Cli, six_steps: list[str], max_staleness: int
+    cli: Cli, six_steps: list[str], max_staleness: int, partial_rollout: str
 ) -> None:
     """Its engine samples while this process trains."""
     args = [*scheduled(cli, six_steps, "async"), "--rollout.max-staleness", str(max_staleness)]
+    args += ["--rollout.partial-rollout", partial_rollout, "--trainer.log-samples", "1000"]
     cli.ok(*args, "--rollout.num-processes", "1", "--controllers", "2")
-    staleness = [
-        step - version for step, version in enumerate(oldest_versions(cli.cwd / "runs/default"))
-    ]
+    run = cli.cwd / "runs/default"
+    staleness = [step - version for step, version in enumerate(oldest_versions(run))]
     assert staleness[0] == 0
     assert 1 <= max(staleness) <= max_staleness
+    assert [row["sampling/age/max"] for row in step_rows(run)] == staleness
+    trained = [(row["prompt_index"], row["index"]) for row in read_rows(run / "samples.jsonl")]
+    assert len(set(trained)) == len(trained) == 6 * 8 * 4
+    assert "Age of samples" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
-    "schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)]
+    ("schedule", "partial_rollout"),
+    [
+        ("one_step_off", "False"),
+        pytest.param("async", "False", marks=pytest.mark.slow),
+        pytest.param("async", "True", marks=pytest.mark.slow),
+    ],
 )
-def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: str) -> None:
+def test_what_was_ahead_is_made_again(
+    cli: Cli, six_steps: list[str], schedule: str, partial_rollout: str
+) -> None:
     """A run that is killed trains on every prompt that it drew, in order, and on none twice."""
     calls_a_step = 8 * 4
     args = scheduled(cli, six_steps, schedule, kills_at=3 * calls_a_step + 5)
@@ -96,6 +109,7 @@ def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: 
         "100",
         "--rollout.max-staleness",
         "2",
+        *("--rollout.partial-rollout", partial_rollout, "--trainer.log-samples", "1000"),
     ]
     assert cli(*args).code == -9
     num_steps = len(step_rows(cli.cwd / "runs/default"))
@@ -103,6 +117,11 @@ def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: 
     cli.ok(*args)
     rows = step_rows(cli.cwd / "runs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    samples = read_rows(cli.cwd / "runs/default/samples.jsonl")
+    trained = {(row["prompt_index"], row["index"]) for row in samples}
+    assert len(trained) == len(samples) == 6 * 8 * 4
+    if partial_rollout == "True":
+        return
     # Batches of one size: the position in the data set shows which prompts a step had.
     assert [row["sampling/epoch"] for row in rows] == pytest.approx(
         [8 * n / 36 for n in range(1, 7)]

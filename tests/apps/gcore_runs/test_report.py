@@ -308,6 +308,23 @@ def test_controller_load_is_shown_where_it_is_recorded(run_dir: Path) -> None:
     assert "Controller load last 1%" in page.text
 
 
+def test_ages_are_shown_where_they_are_recorded(run_dir: Path) -> None:
+    shares = [{0: 1.0}, {0: 0.25, 2: 0.75}, {2: 1.0}]
+    rows: list[dict[str, float]] = []
+    for step, by_age in enumerate(shares, 1):
+        ages = {f"sampling/age/share/{age}": share for age, share in by_age.items()}
+        mean = sum(age * share for age, share in by_age.items())
+        ages |= {"sampling/age/mean": mean, "sampling/age/max": float(max(by_age))}
+        rows.append(step_row(step) | ages)
+    write_lines(run_dir / "metrics.jsonl", rows)
+    page = Page(render_report(run_dir, KINDS))
+    fresh, _, old = page.figures["signal-10"]["data"]
+    assert (fresh["name"], fresh["y"]) == ("0", [1, 0.25, 0])
+    assert (old["name"], old["y"]) == ("2", [0, 0.75, 1])
+    assert fresh["stackgroup"] == old["stackgroup"]
+    assert "Age of samples last 2" in page.text
+
+
 def test_samples_stand_side_by_side_with_a_verdict_in_words(run_dir: Path) -> None:
     page = Page(render_report(run_dir, KINDS))
     assert "1 of 2 right before training, 2 of 2 right after training." in page.text

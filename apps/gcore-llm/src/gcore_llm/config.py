@@ -68,9 +68,10 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     and those before it are a part of the response, and are learned; in several turns, they end a turn."""
     max_num_seqs: NonNegative = 0
     """Most responses generated at once, by each replica; 0: with vllm on a GPU by its memory, and else 256."""
-    partial_rollout: bool = False
+    partial_rollout: bool | Literal["wait"] = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
-    step, under its weights: no step waits for the longest responses. Agents continue to work."""
+    step, under its weights: no step waits for the longest responses. Agents continue to work. True: a group that gets
+    older than max_staleness is dropped, and its prompt sampled again; wait: the step waits for it."""
     tail_batching: bool = False
     """Defer prompts with a long response to a few long steps, each of a whole batch of them; all others are short, and
     sample some more prompts than they need. Every prompt is trained on once, by samples of the present weights."""
@@ -79,9 +80,10 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     first step's lengths and follows the share that is deferred, which shall be half of the additional prompts."""
     over_sample_rate: Amount = 0.5
     """In partial rollout and in tail batching's short steps, how many more prompts are started, as a share of those
-    that are needed."""
+    that are needed. With trainer.schedule async, partial rollout starts as many as the engines have capacity for."""
     max_staleness: Count = 8
-    """Responses with a token by weights of more than this many steps before are generated again from scratch."""
+    """Largest age of a group that is trained on: the number of steps from the weights of its oldest token to those that
+    it updates."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)
@@ -129,6 +131,7 @@ _HAS_DUAL_CLIP = Bound(
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
 _CLIPS = one_of("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", own=True)
+_CONTINUES = Bound(bool, "true or wait")
 _LEARNS_FROM_SCORES = Bound(
     lambda name: name not in ("distillation", "grpo_process"),
     "other than distillation and grpo_process",
@@ -189,12 +192,12 @@ _READ_WITH = (
     ),
     ReadWith(
         settings=("rollout.over_sample_rate",),
-        chosen_by={"rollout.partial_rollout": IS_TRUE, "rollout.tail_batching": IS_TRUE},
+        chosen_by={"rollout.partial_rollout": _CONTINUES, "rollout.tail_batching": IS_TRUE},
     ),
     ReadWith(
         settings=("rollout.max_staleness",),
         chosen_by={
-            "rollout.partial_rollout": IS_TRUE,
+            "rollout.partial_rollout": _CONTINUES,
             "trainer.schedule": one_of("one_step_off", "async"),
         },
     ),
@@ -323,7 +326,8 @@ class TrainConfig(BaseRLConfig):
         trainer = self.trainer
         overlapped = f"trainer.schedule {trainer.schedule!r}" if trainer.schedule != "sync" else ""
         simulated = "a simulation" if self.is_simulated else ""
-        continued = "rollout.partial_rollout true" if rollout.partial_rollout else ""
+        partial = str(rollout.partial_rollout).lower()
+        continued = f"rollout.partial_rollout {partial}" if rollout.partial_rollout else ""
         conflicts: dict[tuple[str, str], dict[str, str]] = {}
         if rollout.partial_rollout:
             reason = "whose greedy responses are of the present weights"

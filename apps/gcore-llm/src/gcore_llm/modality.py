@@ -176,6 +176,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
+            may_stop=wave.may_stop,
+            slots=None if wave.quota is None else self._count_slots(ctx),
             running=self._running,
             columns=[*self._distillation.columns, GAME_COLUMN],
             credits_steps=self._config.algorithm.estimator.reads_steps,
@@ -194,14 +196,22 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._history.add(list(chain.from_iterable(measured)))
         return Generated(groups=groups, unfinished=unfinished, deferred=generation.deferred)
 
+    def _count_slots(self, ctx: Context[Roles]) -> int:
+        """Return how many responses the engine has keys and values for, or this controller's share of them."""
+        num_slots = ctx.roles.policy.stats().num_slots or self._config.rollout.planned_num_seqs
+        if ctx.roles.policy_slots is None:
+            num_slots //= ctx.group.world_size
+        return max(num_slots, 1)
+
     def longest(self, group: Group) -> int:
         return int(group.lengths.max())
 
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)
 
-    def restart(self, group: Group) -> Group:
-        return replace(group, responses=[], running_version=None)
+    def drop(self, group: Group) -> None:
+        if self._running is not None:
+            self._running.cancel(f"{group.prompt_index}/")
 
     async def close(self) -> None:
         if self._running is not None:

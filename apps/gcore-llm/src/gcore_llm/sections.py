@@ -232,7 +232,7 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
     by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
-    new weights come in the middle of responses."""
+    new weights come in the middle of responses; with rollout.partial-rollout a group starts as soon as another ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

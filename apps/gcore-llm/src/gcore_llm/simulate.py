@@ -225,7 +225,7 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
     epochs = config.actor.ppo_epochs
     unfit = {
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
-        "rollout.partial_rollout is true": rollout.partial_rollout,
+        f"rollout.partial_rollout is {rollout.partial_rollout}": bool(rollout.partial_rollout),
         "rollout.tail_batching is true": rollout.tail_batching,
         "rollout makes turns of an environment": rollout.multi_turn.is_used,
         f"actor.ppo_epochs is {epochs}": epochs > 1,

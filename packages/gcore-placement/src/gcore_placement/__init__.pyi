@@ -52,6 +52,7 @@ from .planning.one_device import (
     Resident as Resident,
     plan_device as plan_device,
 )
+from .simulation.ages import PredictedAges as PredictedAges, predict_ages as predict_ages
 from .planning.planner import Plan as Plan, plan as plan
 from .planning.prediction import predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload

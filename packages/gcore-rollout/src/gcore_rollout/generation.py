@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import insort
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,6 +152,10 @@ class Generation:
     """Also score the responses of a group against each other, if there is a comparison."""
     quota: int | None = None
     """Number of generated groups after which the others are cut short; None: all are finished."""
+    may_stop: Callable[[Sequence[int]], bool] | None = None
+    """With a quota: returns whether groups that started with these weight versions may be cut short; None: any may."""
+    slots: int | None = None
+    """Most responses of this controller at once, where prompts are taken; None: `RolloutRoles.policy_slots`."""
     running: RunningEpisodes | None = None
     """Keeps the episodes that a quota has cut short, for the next call; None: they end with this one."""
     finished: Callable[[Group], object] | None = None
@@ -198,6 +202,9 @@ class Generation:
             The complete groups in the prompts' order, unfinished ones first, and those that were cut short; groups
             without all scores are dropped.
         """
+        groups = [group for group, _ in unfinished]
+        if self.quota == 0 and self._may_stop(group.oldest_version for group in groups):
+            return [], groups
         self._enough: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._episodes.resume()
         try:
@@ -205,13 +212,14 @@ class Generation:
                 with self.time_stage("gen"):
                     continued = [self._continue(group, prompt) for group, prompt in unfinished]
                     self._start(continued + self._pending_groups(prompts))
-                    while take is not None:
-                        further = await take(await self._capacity())
-                        if not further:
+                    while take is not None and not self._enough.done():
+                        capacity = await self._capacity()
+                        further = () if self._enough.done() else await take(capacity)
+                        if not further and (self.quota is None or not self._num_generating):
                             break
                         self._start(self._pending_groups(further))
                         # Other controllers may not have started yet: take theirs only after some of the own work.
-                        await self._fewer_than(self._num_generating)
+                        await self._fewer_than(max(self._num_generating, 1))
                     await self._fewer_than(1)
                     await self._episodes.pause()
                 with self.time_stage("reward"):
@@ -246,7 +254,7 @@ class Generation:
 
     async def _capacity(self) -> int:
         """Wait until the policy can take all responses to a prompt, and return for how many prompts it can."""
-        slots = self.roles.policy_slots
+        slots = self.slots or self.roles.policy_slots
         assert slots is not None
         per_prompt = self.n + self.with_greedy
         await self._fewer_than(max(slots - per_prompt, 0) + 1)
@@ -272,8 +280,8 @@ class Generation:
     def _continue(self, before: Group, prompt: Prompt) -> "_PendingGroup":
         """Return a group that another call has left unfinished, with the responses that are complete."""
         pending = self._pending_group(before.prompt_index, prompt)
-        if before.running_version is None:
-            self._episodes.cancel(f"{before.prompt_index}/")
+        if before.oldest_version is not None:
+            pending.version = before.oldest_version
         pending.group.running_version = before.running_version
         if before.prompt_ids.size:
             # That of episodes differs from the row's.
@@ -293,12 +301,20 @@ class Generation:
             value = prompt.row.get(name)
             if value is not None:
                 group.columns[name] = value if isinstance(value, list) else str(value)
-        return _PendingGroup(group, prompt, missing=list(range(self.n)), prefixes=[])
+        return _PendingGroup(
+            group,
+            prompt,
+            missing=list(range(self.n)),
+            prefixes=[],
+            version=self.roles.policy.weight_version,
+        )
 
     def _start(self, groups: list["_PendingGroup"]) -> None:
         """Start to generate and score all missing responses to some prompts."""
         for group in groups:
             self._pending[group.prompt_index] = group
+        if self._enough.done():
+            return
         if self.history is not None and self.quota is None:
             for group in groups:
                 group.expected_tokens = self.history.expected(group.prompt)
@@ -379,8 +395,16 @@ class Generation:
         self._num_complete += not (group.missing or group.num_failed)
         if self.quota is None or self._num_complete < self.quota or self._enough.done():
             return False
+        pending = [entry for entry in self._pending.values() if entry.missing]
+        if not self._may_stop(entry.version for entry in pending if not entry.num_failed):
+            return False
         self._enough.set_result(None)
         return True
+
+    def _may_stop(self, versions: Iterable[int | None]) -> bool:
+        if self.may_stop is None:
+            return True
+        return self.may_stop([version for version in versions if version is not None])
 
     async def _reward_text(self, group: "_PendingGroup", text: str) -> Scored | None:
         """Return the reward's score; None: it failed, and the group is dropped."""
@@ -489,6 +513,8 @@ class _PendingGroup:
     """Indices of responses that are still to be generated."""
     prefixes: list[Completion]
     """Responses that an earlier call has cut short."""
+    version: int
+    """The version of the weights that it started with."""
     expected_tokens: int | None = None
     num_failed: int = 0
     """Responses without a score."""

@@ -119,6 +119,22 @@ def test_defaults_are_those_of_the_installed_version() -> None:
 
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "groups that get too old are waited for": (
+        (
+            "trainer.v1.trainer_mode=separate_async",
+            "trainer.v1.sampler.max_off_policy_strategy=wait",
+            "trainer.v1.sampler.max_off_policy_threshold=3",
+        ),
+        {
+            "trainer.schedule": "async",
+            "rollout.partial_rollout": "wait",
+            "rollout.max_staleness": 3,
+        },
+    ),
+    "groups that get too old are dropped": (
+        ("trainer.v1.trainer_mode=separate_async",),
+        {"trainer.schedule": "async", "rollout.partial_rollout": True},
+    ),
     # Sizes: prompts, samples and tokens.
     "micro-batches by samples": (
         (

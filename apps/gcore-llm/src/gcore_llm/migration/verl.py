@@ -261,6 +261,9 @@ def rollout(c: Conversion) -> None:
     c.put("trainer.schedule", schedule, mode)
     if schedule == "async":
         c.copy("trainer.v1.sampler.max_off_policy_threshold")
+        strategy = "trainer.v1.sampler.max_off_policy_strategy"
+        partial = c.one_of(strategy, {"drop": True, "wait": "wait"}, True)
+        c.put("rollout.partial_rollout", partial, strategy)
 
 
 def schedule_fully_async(c: Conversion) -> None:

@@ -16,6 +16,7 @@ from gcore_runs.report.gallery import read_gallery
 from gcore_runs.report.held_out import set_panels, set_rows
 from gcore_runs.report.panels import (
     MAX_POINTS,
+    age_panel,
     amount,
     duration,
     ledger_panel,
@@ -84,7 +85,7 @@ def _render(run: ReportedRun) -> str:
         signal_panel(run.metrics, *signal)
         for signal in (*run.kind.signals, *_OF_CURRICULUM, *_parts_of_rewards(run))
     ]
-    signals.append(load_panel(run))
+    signals += [load_panel(run), age_panel(run)]
     # The first name is the step.
     names = metric_names(run.memory)[1 : MAX_MEMORIES + 1]
     signals += [signal_panel(run.memory, f"Memory: {name}", name, "GB") for name in names]

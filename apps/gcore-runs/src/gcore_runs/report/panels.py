@@ -39,6 +39,7 @@ MAX_SPANS = 4000
 FIRST_VIEW_STEPS = 5
 """Steps in view when the page is opened."""
 _IDLE = "no stage"
+_AGE_COLORS = ("--teal", "--blue", "--prepare", "--orange", "--sync", "--wrong")
 _CAUSE_COLORS = ("--other", "--muted", "--line")
 """Colours that distinguish neighbouring causes, whose names are shown at the pointer."""
 
@@ -142,6 +143,14 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
     return [raw | thin, mean | _points(steps, _moving_mean(values))]
 
 
+def _area(
+    name: str, color: str, hover: str, steps: Sequence[float], values: Sequence[float]
+) -> Trace:
+    """Return an area on top of those that were drawn before."""
+    area: Trace = {"name": name, "stackgroup": "areas", "line": {"width": 0, "color": color}}
+    return area | {"fillcolor": color, "hovertemplate": hover} | _points(steps, values)
+
+
 def _bars(
     name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str
 ) -> Trace:
@@ -231,6 +240,25 @@ def load_panel(run: ReportedRun) -> Panel | None:
     return panel
 
 
+def age_panel(run: ReportedRun) -> Panel | None:
+    """Return the histogram of the groups' ages at each step, stacked, if it is recorded."""
+    rows = [row for row in run.metrics if "sampling/age/mean" in row]
+    steps, oldest = series(rows, "sampling/age/max")
+    if not steps:
+        return None
+    panel = Panel(
+        title="Age of samples",
+        unit="weight versions, share of the groups of a step",
+        y_axis={"range": [0, 1], "tickformat": ".0%"},
+        last=amount(series(rows, "sampling/age/mean")[1][-1]),
+    )
+    for age in range(int(max(oldest)) + 1):
+        shares = [number(row.get(f"sampling/age/share/{age}")) or 0.0 for row in rows]
+        color = _AGE_COLORS[age % len(_AGE_COLORS)]
+        panel.draw("box", color, str(age), _area(str(age), color, "%{y:.0%}", steps, shares))
+    return panel
+
+
 def stage_panel(run: ReportedRun) -> Panel | None:
     """Return the chart of the seconds of each stage; those that we do not know by name are summed as 'other'."""
     rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
@@ -253,9 +281,8 @@ def stage_panel(run: ReportedRun) -> Panel | None:
     )
     for stage, seconds in stages.items():
         color = f"--{stage}"
-        trace: Trace = {"name": stage, "stackgroup": "stages", "line": {"width": 0, "color": color}}
-        trace |= {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds)
-        panel.draw("box", color, f"{stage} {sum(seconds) / max(sum(step_times), 1e-12):.0%}", trace)
+        area = _area(stage, color, "%{y:.3~s}s", steps, seconds)
+        panel.draw("box", color, f"{stage} {sum(seconds) / max(sum(step_times), 1e-12):.0%}", area)
     line = {"color": "--ink", "width": 1}
     step: Trace = {
         "name": "whole step",

@@ -150,6 +150,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
             num_running=sum(replica.num_running for replica in self._replicas),
             num_waiting=sum(replica.num_waiting for replica in self._replicas),
             weight_version=self._state.version,
+            num_slots=len(self._replicas) * self._state.config.engine.max_num_seqs,
         )
 
     async def close(self) -> None:

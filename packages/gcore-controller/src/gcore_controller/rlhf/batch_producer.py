@@ -8,7 +8,7 @@ a wave, to count.
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -17,8 +17,10 @@ from gcore_controller.context import Context, DeviceWork
 from gcore_controller.rlhf.curriculum import Curriculum
 from gcore_controller.rlhf.events import Round
 from gcore_controller.rlhf.modality import (
+    Generated,
     GroupT,
     Modality,
+    PromptGroup,
     PromptT,
     RLHFConfig,
     RolesT,
@@ -34,23 +36,25 @@ T = TypeVar("T")
 
 SampleWave = Callable[[int], Awaitable[list[GroupT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
-groups worth keeping."""
+groups worth keeping. The number is 0 or less in one of the ``min_waves`` of a step that has all its groups: it is then
+that of groups for the next step, negated."""
 
 
 @dataclass(kw_only=True)
 class DynamicSampler(Generic[GroupT]):
     """Fills a global quota from waves sized by a running estimate of the acceptance rate.
 
-    The groups of a step are those of the lowest prompt indices, so which are chosen depends neither on the number of
-    controllers nor on their speed. Groups beyond the quota are the ``surplus``: they are used first in the next step.
-    A caller that trains only on samples of the present weights must remove them.
+    The groups of a step are those by the oldest weights, and among these of the lowest prompt indices: where all are by
+    the same weights, which are chosen depends neither on the number of controllers nor on their speed. Groups beyond
+    the quota are the ``surplus`` of the next step. A caller that trains only on samples of the present weights must
+    remove them.
 
     Example:
         >>> import asyncio
         >>> from types import SimpleNamespace
         >>> indices = iter(range(100))
         >>> async def sample_wave(count):
-        ...     groups = [SimpleNamespace(prompt_index=next(indices)) for _ in range(count)]
+        ...     groups = [SimpleNamespace(prompt_index=next(indices), oldest_version=0) for _ in range(count)]
         ...     return [group for group in groups if group.prompt_index % 3]  # those with a signal
         >>> sampler = DynamicSampler(group=InlineCollectives(), max_waves=5)
         >>> batch = asyncio.run(sampler.collect(4, sample_wave))
@@ -65,29 +69,34 @@ class DynamicSampler(Generic[GroupT]):
     acceptance: float = 1.0
     """Running estimate of the share of prompts that carry a signal."""
 
-    async def collect(self, quota: int, sample_wave: SampleWave[GroupT]) -> SampledBatch[GroupT]:
-        """Collect the groups of a step; every controller must call it with the same quota."""
+    async def collect(
+        self, quota: int, sample_wave: SampleWave[GroupT], *, min_waves: int = 0
+    ) -> SampledBatch[GroupT]:
+        """Collect the groups of a step; every controller must call it with the same quota and number of waves."""
         mine = self.surplus
         self.surplus = []
-        indices = await _gather_all(self.group, [g.prompt_index for g in mine])
+        places = await _gather_all(self.group, [_place(g) for g in mine])
         num_waves = 0
         num_sampled = 0
         num_kept = 0
-        while len(indices) < quota and num_waves < self.max_waves:
+        while num_waves < min_waves or (len(places) < quota and num_waves < self.max_waves):
             # What is missing over the acceptance rate, at most a whole quota.
-            num_missing = (quota - len(indices)) / max(self.acceptance, 1e-3)
+            num_missing = quota - len(places)
+            if num_missing > 0:
+                num_missing /= max(self.acceptance, 1e-3)
             wave_sampled = math.ceil(min(num_missing, float(quota)))
             mine += await sample_wave(wave_sampled)
-            num_before = len(indices)
-            indices = await _gather_all(self.group, [g.prompt_index for g in mine])
-            num_new = len(indices) - num_before
+            num_before = len(places)
+            places = await _gather_all(self.group, [_place(g) for g in mine])
+            num_new = len(places) - num_before
             num_waves += 1
-            num_sampled += wave_sampled
             num_kept += num_new
-            # A wave may also complete groups that were started in an earlier step.
-            accepted = min(num_new / wave_sampled, 1.0)
-            self.acceptance += 0.3 * (accepted - self.acceptance)
-        chosen = set(sorted(indices)[:quota])
+            if wave_sampled > 0:
+                num_sampled += wave_sampled
+                # A wave may also complete groups that were started in an earlier step.
+                accepted = min(num_new / wave_sampled, 1.0)
+                self.acceptance += 0.3 * (accepted - self.acceptance)
+        chosen = {index for _, index in sorted(places)[:quota]}
         groups: list[GroupT] = []
         for entry in sorted(mine, key=lambda g: g.prompt_index):
             if entry.prompt_index in chosen:
@@ -110,6 +119,12 @@ class DynamicSampler(Generic[GroupT]):
         """Restore `state`."""
         self.acceptance = state["acceptance"]
         self.surplus = [decode(g) for g in state["surplus"]]
+
+
+def _place(group: PromptGroup) -> tuple[int, int]:
+    """Return what groups are sorted by to be trained on."""
+    version = group.oldest_version
+    return (-1 if version is None else version), group.prompt_index
 
 
 async def exchange(
@@ -209,6 +224,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         # Whether every trained token must come from the present weights.
         self._is_on_policy = config.schedule == "sync" and not config.partial_rollout
         self._max_staleness = 0 if self._is_on_policy else config.max_staleness
+        self._first_version: int | None = None
+        """The engine's number of the weights before the run's first step; None: nothing has been sampled yet."""
         self._wave_groups: list[GroupT] = []
         self._num_dropped = 0
 
@@ -224,12 +241,16 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         self._step += 1
         self._wave_groups = []
         self._num_dropped = 0
-        num_before = len(sampler.surplus)
-        sampler.surplus = [g for g in sampler.surplus if self._is_fresh(g.oldest_version)]
-        num_stale = num_before - len(sampler.surplus)
+        if self._first_version is None:
+            self._first_version = ctx.roles.policy.weight_version - (self._step - 1)
+        num_stale = 0 if self._is_on_policy else await self._drop_stale()
         if self._tail is not None:
             self._tail.start()
-        sampled = await sampler.collect(self.config.train_batch_size, self._sample_wave)
+        # Groups that are too old for the next batch have to end even if this one is complete.
+        min_waves = int(self.config.partial_rollout == "wait")
+        sampled = await sampler.collect(
+            self.config.train_batch_size, self._sample_wave, min_waves=min_waves
+        )
         if self._is_on_policy:
             self._check_versions(sampled.groups)
             # The next step has other weights.
@@ -283,40 +304,26 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx = self.ctx
         config = self.config
-        again: Sequence[int] = ()
-        num_new = count
+        num_drawn = count
         max_length = None
         if self._tail is not None:
             again, num_new, max_length = self._tail.next_wave(count)
+            self._loader.give_back(again)
+            num_drawn = len(again) + num_new
         if self.report is not None and self._num_prompts:
             await self._report_wave(self.report)
-        self._num_prompts += num_new + len(again)
+        self._num_prompts += num_drawn
         if config.partial_rollout:
-            unfinished: list[tuple[GroupT, PromptT]] = []
-            for group in self._unfinished:
-                if not self._is_fresh(group.oldest_version):
-                    group = self.modality.restart(group)
-                unfinished.append((group, self._loader.row(group.prompt_index)))
-            num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
-            num_started = math.ceil(count * (1 + config.over_sample_rate))
-            prompts = self._loader.take(max(0, num_started - num_unfinished))
-            quota = math.ceil(count / ctx.world_size)
-            wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
-            num_prompts = len(unfinished) + len(prompts)
-        elif self.modality.takes_prompts(ctx):
-            prompts = sorted(
-                self._prompts(again, num_new),
-                key=lambda entry: -self.modality.expected_work(entry[1]),
-            )
-            await self._shared.open(prompts)
-            wave = Wave(step=self._step, take=self._shared.take, max_length=max_length)
-            num_prompts = len(prompts)
+            generated, num_prompts = await self._continue_groups(count)
         else:
-            wave = Wave(
-                step=self._step, prompts=self._prompts(again, num_new), max_length=max_length
-            )
-            num_prompts = len(wave.prompts)
-        generated = await self.modality.generate(ctx, wave)
+            prompts = self._loader.take(num_drawn)
+            num_prompts = len(prompts)
+            wave = Wave(step=self._step, prompts=prompts, max_length=max_length)
+            if self.modality.takes_prompts(ctx):
+                prompts.sort(key=lambda entry: -self.modality.expected_work(entry[1]))
+                await self._shared.open(prompts)
+                wave = replace(wave, prompts=(), take=self._shared.take)
+            generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
         # Controllers may have taken prompts from others: the numbers are right over all of them.
@@ -349,17 +356,101 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     def _make_round(self, work: DeviceWork) -> Round:
         return Round(number=1 + len(self._reported), num_prompts=self._num_prompts, work=work)
 
-    def _prompts(self, again: Sequence[int], num_new: int) -> list[tuple[int, PromptT]]:
-        """Return this controller's share of prompts that were drawn before, and of new ones."""
-        own_indices = again[self.ctx.rank :: self.ctx.world_size]
-        prompts = [(index, self._loader.row(index)) for index in own_indices]
-        return prompts + self._loader.take(num_new)
+    async def _continue_groups(self, count: int) -> tuple[Generated[GroupT], int]:
+        """Continue unfinished groups, and start others, until ``count`` groups over all controllers are complete.
 
-    def _is_fresh(self, version: int | None) -> bool:
-        """Return whether samples are young enough; None: nothing has been generated yet."""
+        With the schedule async, a prompt starts when the engine has capacity for it. Returns the number of this
+        controller's prompts, too.
+        """
+        group = self.ctx.group
+        config = self.config
+        unfinished = [(entry, self._loader.row(entry.prompt_index)) for entry in self._unfinished]
+        num_unfinished = int(await group.all_reduce(len(unfinished)))
+        num_started = 0
+        num_draws = 0
+        drawn: list[tuple[int, PromptT]] = []
+
+        async def take(num_wanted: int) -> Sequence[tuple[int, PromptT]]:
+            nonlocal num_started, num_draws
+            num_startable = self._num_usable(count) - num_unfinished
+            num_allowed = len(range(group.rank, num_startable, group.world_size))
+            num_new = max(0, min(num_wanted, num_allowed - num_started))
+            while len(drawn) < num_new:
+                # This controller's next one in the order of all.
+                drawn.extend(self._loader.take(group.world_size))
+                num_draws += 1
+            prompts = drawn[:num_new]
+            del drawn[:num_new]
+            num_started += num_new
+            return prompts
+
+        wave = Wave[PromptT](
+            step=self._step,
+            unfinished=unfinished,
+            quota=max(0, math.ceil(count / group.world_size)),
+            take=take,
+            may_stop=self._are_in_time if config.partial_rollout == "wait" else None,
+        )
+        if config.schedule != "async":
+            most = math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished
+            prompts = await take(len(range(group.rank, most, group.world_size)))
+            wave = replace(wave, prompts=prompts, take=None)
+        generated = await self.modality.generate(self.ctx, wave)
+        # Others may have taken more of theirs.
+        most = max(await group.all_gather(num_draws))
+        drawn += self._loader.take((most - num_draws) * group.world_size)
+        self._loader.give_back(await _gather_all(group, [index for index, _ in drawn]))
+        return generated, len(unfinished) + num_started
+
+    @property
+    def _version_of_use(self) -> int:
+        """The version of the weights that the batch in the making is to change."""
+        assert self._first_version is not None
+        return self._first_version + self._step - 1
+
+    @property
+    def _oldest_allowed(self) -> int:
+        return self._version_of_use - self._max_staleness
+
+    def _num_usable(self, count: int) -> int:
+        """Return how many groups can be trained on: ``count`` in this step, and others while they are young enough.
+
+        With "wait" these are the groups of all steps that the present weights are young enough for.
+        """
+        num_later = self._max_staleness
+        if self.config.partial_rollout == "wait":
+            num_later = self.ctx.roles.policy.weight_version - self._oldest_allowed
+        return count + num_later * self.config.train_batch_size
+
+    def _are_in_time(self, versions: Sequence[int]) -> bool:
+        """Return whether groups that started with these versions can wait for later batches.
+
+        Each later batch takes this controller's share of it, those by the oldest weights first.
+        """
+        share = self.config.train_batch_size / self.ctx.world_size
+        for position, version in enumerate(sorted(versions)):
+            if version - self._oldest_allowed <= position // share:
+                return False
+        return True
+
+    def _is_stale(self, group: GroupT) -> bool:
+        """Return whether a group is too old for the next batch, or by weights of a run that went further."""
+        version = group.oldest_version
         if version is None:
-            return True
-        return 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
+            return False
+        return not self._oldest_allowed <= version <= self.ctx.roles.policy.weight_version
+
+    async def _drop_stale(self) -> int:
+        """Drop groups that are too old for the next batch, to sample their prompts again; return how many were here."""
+        surplus = self._sampler.surplus
+        stale = [group for group in (*surplus, *self._unfinished) if self._is_stale(group)]
+        self._sampler.surplus = [group for group in surplus if not self._is_stale(group)]
+        self._unfinished = [group for group in self._unfinished if not self._is_stale(group)]
+        for group in stale:
+            self.modality.drop(group)
+        indices = [group.prompt_index for group in stale]
+        self._loader.give_back(await _gather_all(self.ctx.group, indices))
+        return len(stale)
 
     def _check_versions(self, groups: list[GroupT]) -> None:
         present = self.ctx.roles.policy.weight_version
@@ -374,7 +465,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     async def _metrics(self, sampled: SampledBatch[GroupT], num_stale: int) -> dict[str, float]:
         """Return metrics of what was sampled for this batch, over all controllers, kept or not."""
         # A batch whose groups all come from earlier surpluses has had no wave.
-        groups = self._wave_groups if sampled.num_waves else sampled.groups
+        groups = self._wave_groups if sampled.num_sampled else sampled.groups
         counts = Counter(
             scored=len(groups),
             dropped=self._num_dropped,
@@ -382,17 +473,17 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             unfinished=len(self._unfinished),
         )
         part = await self.modality.sampled_part(self.ctx, groups)
-        versions = {g.oldest_version for g in sampled.groups if g.oldest_version is not None}
+        versions = Counter(g.oldest_version for g in sampled.groups if g.oldest_version is not None)
         all_counts: Counter[str] = Counter()
-        all_versions: set[int] = set()
+        all_versions: Counter[int] = Counter()
         parts: list[Any] = []
         everyones = await self.ctx.group.all_gather((versions, counts, part))
         for rank_versions, rank_counts, rank_part in everyones:
-            all_versions |= rank_versions
+            all_versions.update(rank_versions)
             all_counts.update(rank_counts)
             parts.append(rank_part)
         acceptance = self._sampler.acceptance
-        if sampled.num_waves:
+        if sampled.num_sampled:
             acceptance = sampled.num_kept / max(all_counts["scored"] + all_counts["dropped"], 1)
         metrics = {
             "sampling/waves": float(sampled.num_waves),
@@ -405,6 +496,21 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             metrics["sampling/oldest_version"] = float(min(all_versions, default=0))
             metrics["sampling/dropped_groups"] = float(all_counts["dropped"])
             metrics["sampling/unfinished_groups"] = float(all_counts["unfinished"])
+        if self.config.schedule != "sync":
+            metrics |= self._age_metrics(all_versions)
         if self._tail is not None:
             metrics |= self._tail.metrics()
         return metrics | self.modality.sampled_metrics(parts)
+
+    def _age_metrics(self, versions: Counter[int]) -> dict[str, float]:
+        """Return the distribution of ages, from the number of groups by their oldest version."""
+        ages = [self._version_of_use - version for version in versions.elements()]
+        if not ages:
+            return {}
+        metrics = {
+            "sampling/age/mean": sum(ages) / len(ages),
+            "sampling/age/max": float(max(ages)),
+        }
+        for age, count in sorted(Counter(ages).items()):
+            metrics[f"sampling/age/share/{age}"] = count / len(ages)
+        return metrics

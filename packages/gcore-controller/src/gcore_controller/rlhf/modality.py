@@ -40,16 +40,19 @@ class RLHFConfig:
     """Most waves of sampling per step, with ``filter_groups``."""
     curriculum: bool = False
     """Pass over prompts that are too easy or too hard at present; see `Curriculum`."""
-    partial_rollout: bool = False
-    """Stop sampling when enough groups are complete, and continue the others in the next step."""
+    partial_rollout: bool | Literal["wait"] = False
+    """Stop sampling when enough groups are complete, and continue the others in the next step. A group that the next
+    batch would be too old for is dropped, and its prompt sampled again; with "wait" the batch waits for it."""
     tail_batching: bool = False
     """Defer prompts with long samples to a few long steps; see `TailBatching`. Only with the schedule sync."""
     short_length: int = 0
     """Length at which a sample defers its prompt, with ``tail_batching``; 0: it follows the lengths of samples."""
     over_sample_rate: float = 0.0
-    """Additional prompts started with ``partial_rollout`` or ``tail_batching``, as a fraction of those needed."""
+    """Additional prompts started with ``partial_rollout`` or ``tail_batching``, as a fraction of those needed. With
+    the schedule async, ``partial_rollout`` starts as many as the engine has capacity for."""
     max_staleness: int = 1
-    """Oldest weights that a trained token may come from, in weight versions, where they may be older at all."""
+    """Largest age of a group, where it may be above 0 at all: the number of weight versions from the oldest of its
+    tokens to its update."""
     shuffle_seed: int = 0
     num_workers: int = 0
     """Threads that read prompts ahead."""
@@ -153,9 +156,13 @@ class Wave(Generic[PromptT]):
     """Groups to continue, with partial rollout."""
     quota: int | None = None
     """Number of complete groups after which the others are cut short; None: all are completed."""
+    may_stop: Callable[[Sequence[int]], bool] | None = None
+    """With a quota: returns whether groups that started with these weight versions may be cut short; until then others
+    are completed, too. None: any may."""
     take: Callable[[int], Awaitable[Sequence[tuple[int, PromptT]]]] | None = None
     """Returns at most so many further prompts, to be called whenever the engine has capacity; none: the wave is
-    complete. Only where `Modality.takes_prompts`."""
+    complete, or with a quota there may be some later. Only where `Modality.takes_prompts`, and with partial rollout in
+    the schedule async."""
     max_length: int | None = None
     """Length at which a sample defers its prompt, with tail batching, in the unit of `Modality.longest`."""
 
@@ -302,10 +309,9 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def group_from_state(self, state: State) -> GroupT:
         """Return the group whose `PromptGroup.state` this is."""
 
-    def restart(self, group: GroupT) -> GroupT:
-        """Return an unfinished group without any sample; needed only with partial rollout."""
+    def drop(self, group: GroupT) -> None:
+        """End what continues of a group that is too old, whose prompt is sampled again."""
         del group
-        raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
 
     async def close(self) -> None:
         """End work that continues between two waves, at the end of the run."""

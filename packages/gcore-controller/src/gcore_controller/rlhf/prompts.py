@@ -1,7 +1,7 @@
 """Prompts in a resumable order, which controllers share."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -111,7 +111,9 @@ class PromptLoader(Generic[RowT]):
     timer: StageTimer = field(default_factory=StageTimer)
     curriculum: Curriculum | None = None
     cursor: int = field(default=0, init=False)
-    """The first prompt index of the next `take` over all controllers."""
+    """The first prompt index that was never taken by any controller."""
+    returned: list[int] = field(default_factory=list[int], init=False)
+    """Prompt indices that `give_back` returned, the next ones of `take`; the same on every controller."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 0:
@@ -148,13 +150,24 @@ class PromptLoader(Generic[RowT]):
         return shuffle_index(prompt_index, len(self.rows), seed=self.seed)
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
-        """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
+        """Take ``count`` rows over all controllers, and return this controller's, each with its prompt index.
 
         All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
         fewer rows than controllers.
         """
         if count < 0:
             raise ValueError(f"count is {count}; expected 0 or more")
+        returned = self.returned[:count]
+        del self.returned[:count]
+        own_indices = returned[self.rank :: self.world_size]
+        prompts = [(index, self.row(index)) for index in own_indices]
+        return prompts + self._take_new(count - len(returned))
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Have prompts taken again, before any other; every controller must return the same."""
+        self.returned = sorted([*self.returned, *indices])
+
+    def _take_new(self, count: int) -> list[tuple[int, RowT]]:
         if self.curriculum is not None:
             return self._take_chosen(self.curriculum, count)
         first = _first_index(self.cursor, self.rank, self.world_size)
@@ -181,13 +194,20 @@ class PromptLoader(Generic[RowT]):
     @property
     def epoch(self) -> float:
         """Passes over the data set so far."""
-        return self.cursor / len(self.rows)
+        return (self.cursor - len(self.returned)) / len(self.rows)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the position in the global order, the same on every controller after the same calls of `take`."""
-        return {"cursor": self.cursor, "num_rows": len(self.rows), "seed": self.seed}
+        num_rows = len(self.rows)
+        returned = list(self.returned)
+        return {
+            "cursor": self.cursor,
+            "num_rows": num_rows,
+            "seed": self.seed,
+            "returned": returned,
+        }
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken, with any number of controllers.
 
         Raises:
@@ -204,6 +224,7 @@ class PromptLoader(Generic[RowT]):
                 f"cursor of the saved position is {state['cursor']}; expected 0 or more"
             )
         self.cursor = state["cursor"]
+        self.returned = list(state.get("returned", []))
         self._open()
 
 

@@ -357,6 +357,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             num_running=self._num_running(),
+            num_slots=self._max_num_seqs,
             num_waiting=len(self._waiting),
             weight_version=self._version,
         )

@@ -202,6 +202,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             num_running=sum(s.num_running for s in stats),
             num_waiting=sum(s.num_waiting for s in stats),
             weight_version=self._version,
+            num_slots=sum(s.num_slots for s in stats),
         )
 
     async def pause(self) -> None:
