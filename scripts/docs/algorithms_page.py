@@ -19,6 +19,8 @@ from gcore_llm.migration.fixed_batch import FixedBatch, computed_here
 from gcore_trainer import get_advantage_estimator, get_policy_loss, options_type
 from gcore_trainer.advantages.estimator import ESTIMATORS
 from gcore_trainer.config import POLICY_LOSSES
+from gcore_trainer.diffusion.config import DENOISING_LOSSES, FORWARD_LOSSES
+from gcore_trainer.diffusion.objectives import forward_options, old_options
 from gcore_trainer.losses import echo
 
 PAGE = Path(__file__).parents[2] / "docs/reference/algorithms.md"
@@ -61,6 +63,18 @@ FORMULAS: Mapping[str, tuple[str, float]] = {
     ),
 }
 """The tests of those that verl does not have, and the difference that they allow."""
+IMAGE_FORMULAS: Mapping[str, str] = {
+    "flow_grpo": "clipped_step",
+    "grpo_guard": "guard_takes_the_bias_and_the_scale_out_of_the_ratio",
+    "flow_dppo": "flow_dppo",
+    "opd": "opd",
+    "nft": "nft",
+    "awm": "awm",
+    "dgpo": "dgpo",
+    "crd": "crd",
+    "dpo": "diffusion_dpo",
+}
+"""The tests of the losses of image models, all in one file, in float64."""
 BOUNDS = (1e-6, 1e-5)
 """The differences of the page: a difference's last digits depend on the machine."""
 _PART = re.compile(r"(<!-- algorithms:.*?-->\n).*?(<!-- end of algorithms -->)", re.DOTALL)
@@ -86,19 +100,27 @@ def measure(setting: str, name: str) -> float:
 
 
 def row(setting: str, name: str, module: ModuleType) -> str:
-    """Return the row of a loss or an estimator: its name, sources, file, oracle and largest difference."""
+    """Return the row of a loss or an estimator, by its formula or by verl."""
+    if name in FORMULAS:
+        test, bound = FORMULAS[name]
+        return formula_row(name, module, test, bound)
+    gap = measure(setting, name)
+    bound = next((bound for bound in BOUNDS if gap <= bound), gap)
+    return cells(name, module, "verl 0.9.1", bound)
+
+
+def formula_row(name: str, module: ModuleType, test: str, bound: float) -> str:
+    """Return the row of what a test compares with its formula."""
+    return cells(name, module, f"its formula, `{test}`", bound)
+
+
+def cells(name: str, module: ModuleType, oracle: str, bound: float) -> str:
+    """Return a row: name, sources, file, oracle and largest difference."""
     text = Path(str(module.__file__)).read_text()
     papers = [
         f"arXiv {number}" for number in dict.fromkeys(re.findall(r"arXiv (\d{4}\.\d{5})", text))
     ]
     file = "/".join(module.__name__.split(".")[1:]) + ".py"
-    if name in FORMULAS:
-        test, bound = FORMULAS[name]
-        oracle = f"its formula, `{test}`"
-    else:
-        oracle = "verl 0.9.1"
-        gap = measure(setting, name)
-        bound = next((bound for bound in BOUNDS if gap <= bound), gap)
     return f"| `{name}` | {', '.join(papers)} | `{file}` | {oracle} | {bound:.0e} |\n"
 
 
@@ -109,12 +131,29 @@ def option_rows(name: str, function: Callable[..., Any]) -> str:
         bounds = getattr(option.type, "__metadata__", ())
         accepted = bounds[0].accepted if bounds else getattr(option.type, "__name__", "")
         accepted = {"bool": "true or false", "float": "a number"}.get(accepted, accepted)
-        rows.append(f"| `{name}` | `{option.name}` | {accepted} | `{option.default}` |\n")
+        default = f"`{option.default}`" if option.default != "" else "none"
+        rows.append(f"| `{name}` | `{option.name}` | {accepted} | {default} |\n")
     return "".join(rows)
 
 
 def estimator_function(name: str) -> Callable[..., Any]:
     return get_advantage_estimator(name).function
+
+
+def image_tables() -> str:
+    """Return the tables of the losses of image models and of their options."""
+    methods = "\n## Losses of image models\n\n| method | source | file | compared with | largest difference |\n"
+    methods += "|---|---|---|---|---|\n"
+    options = "\n| of | option | accepted | default |\n|---|---|---|---|\n"
+    options += option_rows("all in losses/forward", forward_options)
+    options += option_rows("awm, crd, nft", old_options)
+    for registry in (DENOISING_LOSSES, FORWARD_LOSSES):
+        for name in registry.names:
+            function = registry.load(name)
+            test = f"tests/gcore_trainer/test_diffusion_losses.py::test_{IMAGE_FORMULAS[name]}"
+            methods += formula_row(name, import_module(function.__module__), test, 1e-6)
+            options += option_rows(name, function)
+    return methods + options
 
 
 def tables() -> str:
@@ -136,7 +175,7 @@ def tables() -> str:
             function = get_function(name)
             methods += row(setting, name, import_module(function.__module__))
             options += option_rows(name, function)
-    return f"{methods}\n## Options\n\n{options}\n"
+    return f"{methods}\n## Options\n\n{options}{image_tables()}\n"
 
 
 def page() -> str:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from algorithms_page import FORMULAS, PAGE
+from algorithms_page import FORMULAS, IMAGE_FORMULAS, PAGE
 from house import ROOT
 
 pytestmark = pytest.mark.slow
@@ -20,3 +20,6 @@ def test_the_tests_of_formulas_are_there() -> None:
     for test, _ in FORMULAS.values():
         path, _, name = test.partition("::")
         assert f"def {name}(" in (ROOT / path).read_text()
+    for name in IMAGE_FORMULAS.values():
+        tests = ROOT / "tests/gcore_trainer/test_diffusion_losses.py"
+        assert f"def test_{name}(" in tests.read_text()

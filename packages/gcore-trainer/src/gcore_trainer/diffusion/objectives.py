@@ -303,7 +303,7 @@ def add_parts(
 def diffusion_options(loss: str) -> type[Any]:
     """Return the dataclass of the options of a loss, of a sampler's steps or of finished images.
 
-    They are its own, and of finished images those of `_forward_options`, with an old policy those of `_old_options`.
+    They are its own, and of finished images those of `forward_options`, with an old policy those of `old_options`.
 
     Raises:
         ConfigError: there is no such loss.
@@ -312,11 +312,11 @@ def diffusion_options(loss: str) -> type[Any]:
         return options_type(DENOISING_LOSSES.load(loss))
     function = FORWARD_LOSSES.load(loss)
     if function.needs_old:
-        return options_type(_forward_options, _old_options, function)
-    return options_type(_forward_options, function)
+        return options_type(forward_options, old_options, function)
+    return options_type(forward_options, function)
 
 
-def _forward_options(
+def forward_options(
     *,
     num_timesteps: Annotated[int, AT_LEAST_0] = 0,
     kl_loss_coef: NotNegative = 0.0,
@@ -331,7 +331,7 @@ def _forward_options(
     """
 
 
-def _old_options(
+def old_options(
     *, old_decay: Fraction = 0.001, old_decay_max: Annotated[float, BELOW_ONE] = 0.5
 ) -> None:
     """Declare the options of losses that keep an old policy.
