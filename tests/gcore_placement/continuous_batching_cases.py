@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from gcore_placement import EngineCosts
+from gcore_placement import EngineCosts, ReplicaRequest
 from gcore_placement.quantities import Floats, Ints
-from gcore_placement.simulation.role_run import RoleRun, WaveRequest
+from gcore_placement.simulation.role_run import RoleRun
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +27,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> R
     """Run all requests to their end."""
     run = RoleRun(costs, num_replicas, requests.arrival.tolist())
     for index, replica in enumerate(requests.replica.tolist()):
-        request = WaveRequest(
+        request = ReplicaRequest(
             index=index,
             prefill_s=float(requests.prefill[index]) * costs.prefill_per_token_s,
             context=float(requests.context[index]),

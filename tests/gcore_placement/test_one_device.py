@@ -412,5 +412,6 @@ def test_remedies_that_are_needed_together() -> None:
     [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("reserve_bytes", -1)],
 )
 def test_settings_are_checked(setting: str, value: int) -> None:
+    changed: dict[str, Any] = {setting: value}
     with pytest.raises(PlacementError, match=rf"^{setting} is {value}(\.0)?; expected"):
-        plan_of(QWEN_HALF_B, **{setting: value})
+        plan_of(QWEN_HALF_B, **changed)

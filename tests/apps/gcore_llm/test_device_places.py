@@ -134,7 +134,7 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
     found = [(int(device.node), *map(int, device.gpus)) for device in rank_devices]
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     for rank in range(len(found)):
-        on_device = planned.on(planned.ranks[rank])
+        on_device = planned.on(**vars(planned.ranks[rank]))
         live_roles = {"policy engine": "engine", "judge": "judge"}
         rows = {
             names[f"{live_roles[role]} {number}"]
@@ -168,7 +168,10 @@ def test_ray_has_ranks_that_lend_their_devices_where_the_planned_map_has_them(
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     assert len(found) == counts.ranks - counts.num_own_ranks == sizes.num_lent * size
     for rank, slot in enumerate(planned.ranks[: len(found)]):
-        assert names[f"trainer {rank}"] == names[f"lent {planned.on(slot)['lent engine']}"]
+        assert (
+            names[f"trainer {rank}"]
+            == names[f"lent {planned.on(slot.node, slot.gpu)['lent engine']}"]
+        )
 
 
 @given(

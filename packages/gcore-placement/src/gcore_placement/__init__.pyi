@@ -17,9 +17,7 @@ from .costs import (
 )
 from .device_map import (
     DeviceMap as DeviceMap,
-    MappedRole as MappedRole,
     RoleSizes as RoleSizes,
-    Slot as Slot,
     engine_order as engine_order,
     map_devices as map_devices,
 )
@@ -27,7 +25,6 @@ from .errors import PlacementError as PlacementError
 from .forecast import (
     Correction as Correction,
     Job as Job,
-    Stage as Stage,
     StepTime as StepTime,
     forecast_step as forecast_step,
     predict_step as predict_step,
@@ -52,10 +49,10 @@ from .planning.one_device import (
     Resident as Resident,
     plan_device as plan_device,
 )
-from .simulation.ages import PredictedAges as PredictedAges, predict_ages as predict_ages
 from .planning.planner import Plan as Plan, plan as plan
 from .planning.prediction import predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
+from .simulation.ages import PredictedAges as PredictedAges, predict_ages as predict_ages
 from .simulation.live import (
     ReplicaRequest as ReplicaRequest,
     RunningLedger as RunningLedger,

@@ -1,9 +1,10 @@
 """The device map of a run: on which node and GPU each engine, judge, reward model and training rank is."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.errors import refusal
@@ -11,19 +12,11 @@ from gcore_placement.planning.layouts import TrainingLayout
 from gcore_placement.quantities import CheckedQuantities, Positive
 
 Place = TypeVar("Place")
-MappedRole = Literal["policy engine", "judge", "reward model", "training rank", "lent engine"]
-"""A role that has devices."""
 
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """One device of a cluster.
-
-    Example:
-        >>> slots = [Slot(node=0, gpu=gpu) for gpu in range(4)]
-        >>> engine_order(slots, training=slots[:2], takes_turns=False)[0]
-        Slot(node=0, gpu=2)
-    """
+    """One device of a cluster."""
 
     node: int
     gpu: int
@@ -90,8 +83,10 @@ class DeviceMap:
         >>> device_map = map_devices(cluster, RoleSizes(training=layout, num_engines=2, devices_per_engine=2))
         >>> device_map.engines[0]
         [Slot(node=0, gpu=4), Slot(node=0, gpu=5)]
-        >>> device_map.on(Slot(node=0, gpu=7))
+        >>> device_map.on(node=0, gpu=7)
         {'policy engine': 1}
+        >>> device_map.count_by_roles()
+        {('training rank',): 4, ('policy engine',): 4}
     """
 
     sizes: RoleSizes
@@ -107,7 +102,7 @@ class DeviceMap:
         size = self.sizes.devices_per_engine
         return [self.ranks[i * size : (i + 1) * size] for i in range(self.sizes.num_lent)]
 
-    def slots_by_role(self) -> Mapping[MappedRole, Sequence[Sequence[Slot]]]:
+    def slots_by_role(self) -> Mapping[str, Sequence[Sequence[Slot]]]:
         """Return the slots of the processes of each role."""
         return {
             "policy engine": self.engines,
@@ -117,9 +112,16 @@ class DeviceMap:
             "lent engine": self.lent,
         }
 
-    def on(self, slot: Slot) -> Mapping[MappedRole, int]:
+    def count_by_roles(self) -> Mapping[tuple[str, ...], int]:
+        """Return the number of devices with the same roles, of those that have any, by these roles."""
+        processes = chain.from_iterable(self.slots_by_role().values())
+        slots = sorted(set(chain.from_iterable(processes)))
+        return dict(Counter(tuple(self.on(slot.node, slot.gpu)) for slot in slots))
+
+    def on(self, node: int, gpu: int) -> Mapping[str, int]:
         """Return the number of the process of each role that is on a device."""
-        numbers: dict[MappedRole, int] = {}
+        slot = Slot(node, gpu)
+        numbers: dict[str, int] = {}
         for role, processes in self.slots_by_role().items():
             for number, slots in enumerate(processes):
                 if slot in slots:

@@ -1,10 +1,8 @@
 """The dry run of a cluster: its device map, the memory of every kind of GPU in it, and the predicted step."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -23,11 +21,9 @@ from gcore_placement import (
     DeviceMap,
     DevicePlan,
     EngineLayout,
-    MappedRole,
     PlacementError,
     Resident,
     RoleSizes,
-    Slot,
     StepTime,
     map_devices,
     predict_layout,
@@ -36,10 +32,10 @@ from gcore_runs import UserError, print_table
 from gcore_runs.settings.sections import EngineConfig
 
 _GB = 1e9
-_GPUS_PER_NODE = 8
+GPUS_PER_NODE = 8
 _MOST_DOUBLINGS = 4
 """Doublings of a size to try in search of one that fits."""
-_RESIDENTS: Mapping[MappedRole, Resident] = {
+_RESIDENTS: Mapping[str, Resident] = {
     "training rank": "trainer",
     "policy engine": "policy engine",
     "judge": "judge",
@@ -64,7 +60,7 @@ class ClusterPlan:
 
     device_map: DeviceMap
     cluster: Cluster
-    memory: Mapping[tuple[MappedRole, ...], DevicePlan]
+    memory: Mapping[tuple[str, ...], DevicePlan]
     """The memory of a GPU, by the roles that are on it."""
     step: StepTime
     """Every prompt and response at its longest."""
@@ -77,24 +73,25 @@ class ClusterPlan:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterSize:
-    """The machines that a dry run plans for."""
-
-    nodes: int = 0
-    """0: as many as the processes need."""
-    gpus_per_node: int = _GPUS_PER_NODE
-
-
 def plan_cluster(
-    config: TrainConfig, model: Path, device: Device, size: ClusterSize = ClusterSize()
+    config: TrainConfig,
+    model: Path,
+    device: Device,
+    *,
+    nodes: int = 0,
+    gpus_per_node: int = GPUS_PER_NODE,
 ) -> ClusterPlan:
-    """Plan a run on a cluster of these devices; `UserError` where its processes have no place."""
+    """Plan a run on a cluster of these devices, of as many nodes as it needs if ``nodes`` is 0.
+
+    Raises:
+        UserError: a process has no place.
+    """
     config = replace(config, device="cuda")
     sizes = _role_sizes(config, model)
-    cluster, device_map = _map_devices(config, sizes, device, size)
-    memory: dict[tuple[MappedRole, ...], DevicePlan] = {}
-    for roles in _slots_by_roles(device_map):
+    num_nodes = nodes if config.runtime == "ray" else 1
+    cluster, device_map = _map_devices(sizes, device, num_nodes, gpus_per_node)
+    memory: dict[tuple[str, ...], DevicePlan] = {}
+    for roles in device_map.count_by_roles():
         residents: list[Resident] = [_RESIDENTS[role] for role in roles if role in _RESIDENTS]
         if residents:
             memory[roles] = plan_memory(config, model, device, residents)
@@ -132,17 +129,15 @@ def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
 
 
 def _map_devices(
-    config: TrainConfig, sizes: RoleSizes, device: Device, size: ClusterSize
+    sizes: RoleSizes, device: Device, num_nodes: int, per_node: int
 ) -> tuple[Cluster, DeviceMap]:
-    """Return the cluster of this size, or the smallest one of whole nodes that has enough devices, and the map."""
-    per_node = size.gpus_per_node
+    """Return the cluster of so many nodes, or with 0 the smallest one that has enough devices, and the map."""
     engines = sizes.num_engines * sizes.devices_per_engine
     if not sizes.judges_in_turns:
         engines += sizes.num_judges * sizes.devices_per_judge
     ranks = sizes.training.num_ranks
     needed = max(engines, ranks) if sizes.ranks_in_turns else engines + ranks
     fewest = math.ceil((sizes.num_reward_models + needed) / per_node)
-    num_nodes = size.nodes if config.runtime == "ray" else 1
     # Groups that do not divide a node leave some of it free.
     numbers = [num_nodes] if num_nodes else range(fewest, 2 * fewest + 1)
     errors: list[PlacementError] = []
@@ -158,21 +153,12 @@ def _map_devices(
     raise UserError(message)
 
 
-def _slots_by_roles(device_map: DeviceMap) -> Mapping[tuple[MappedRole, ...], Sequence[Slot]]:
-    """Return the GPUs with the same roles."""
-    processes = chain.from_iterable(device_map.slots_by_role().values())
-    by_roles: defaultdict[tuple[MappedRole, ...], list[Slot]] = defaultdict(list)
-    for slot in sorted(set(chain.from_iterable(processes))):
-        by_roles[tuple(device_map.on(slot))].append(slot)
-    return by_roles
-
-
 def _predict_step(
     config: TrainConfig,
     model: Path,
     cluster: Cluster,
     sizes: RoleSizes,
-    memory: Mapping[tuple[MappedRole, ...], DevicePlan],
+    memory: Mapping[tuple[str, ...], DevicePlan],
 ) -> StepTime:
     job = planner_job(config, model, shape_of)
 
@@ -207,7 +193,13 @@ def _predict_step(
 
 
 def dry_run_cluster(
-    name: str, config: TrainConfig, model: Path, device: Device, size: ClusterSize
+    name: str,
+    config: TrainConfig,
+    model: Path,
+    device: Device,
+    *,
+    nodes: int,
+    gpus_per_node: int,
 ) -> None:
     """Print the map, the memory and the predicted step of a run on a cluster.
 
@@ -216,7 +208,7 @@ def dry_run_cluster(
     Raises:
         UserError: a process has no place; or the run does not fit, after the tables are printed.
     """
-    plan = plan_cluster(config, model, device, size)
+    plan = plan_cluster(config, model, device, nodes=nodes, gpus_per_node=gpus_per_node)
     _print_map(plan, device)
     _print_memory(plan, device)
     if device.flops_per_s > 1:
@@ -225,44 +217,42 @@ def dry_run_cluster(
         print("fits", flush=True)
     else:
         print("does not fit", flush=True)
-        check_fits(
-            name, model, plan.tightest, device, list(_find_larger(config, model, device, size))
-        )
+        larger = list(_find_larger(config, model, device, gpus_per_node))
+        check_fits(name, model, plan.tightest, device, larger)
 
 
 def _find_larger(
-    config: TrainConfig, model: Path, device: Device, size: ClusterSize
+    config: TrainConfig, model: Path, device: Device, gpus_per_node: int
 ) -> Iterator[str]:
     """Yield settings of more devices under which a run fits, the smallest of each kind."""
     rollout = config.rollout
     trainer = config.trainer
-    free = replace(size, nodes=0)
     factors = [2**doublings for doublings in range(1, _MOST_DOUBLINGS + 1)]
     if "tensor_parallel_size" in rollout.kind.own_options and config.judge[1] is None:
         for factor in factors:
             num_devices = rollout.tensor_parallel_size * factor
-            if num_devices > size.gpus_per_node:
+            if num_devices > gpus_per_node:
                 break
             larger = replace(config, rollout=replace(rollout, tensor_parallel_size=num_devices))
-            peak = _peak_bytes(larger, model, device, free)
+            peak = _peak_bytes(larger, model, device, gpus_per_node)
             if peak is not None:
                 yield f"rollout.tensor_parallel_size {num_devices} ({peak / _GB:.1f} GB)"
                 break
     for factor in factors:
         num_ranks = trainer.num_processes * factor
         larger = replace(config, trainer=replace(trainer, num_processes=num_ranks))
-        peak = _peak_bytes(larger, model, device, free)
+        peak = _peak_bytes(larger, model, device, gpus_per_node)
         if peak is not None:
             yield f"trainer.num_processes {num_ranks} ({peak / _GB:.1f} GB)"
             break
 
 
 def _peak_bytes(
-    config: TrainConfig, model: Path, device: Device, size: ClusterSize
+    config: TrainConfig, model: Path, device: Device, gpus_per_node: int
 ) -> float | None:
     """Return the bytes of the fullest GPU at its peak; None where a run does not fit."""
     try:
-        tightest = plan_cluster(config, model, device, size).tightest
+        tightest = plan_cluster(config, model, device, gpus_per_node=gpus_per_node).tightest
     except UserError:
         return None
     if not tightest.fits:
@@ -274,14 +264,12 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
     device_map = plan.device_map
     cluster = plan.cluster
     sizes = device_map.sizes
-    names: list[MappedRole] = [
-        role for role, processes in device_map.slots_by_role().items() if processes
-    ]
+    names: list[str] = [role for role, processes in device_map.slots_by_role().items() if processes]
     sections: list[list[list[str]]] = []
     for node in range(cluster.num_nodes(cluster.num_devices)):
         rows: list[list[str]] = []
         for gpu in range(cluster.devices_per_node):
-            on = device_map.on(Slot(node, gpu))
+            on = device_map.on(node, gpu)
             cells = [str(on.get(role, "")) for role in names]
             rows.append(
                 [str(node), str(gpu), *cells, _describe_rank(device_map, on.get("training rank"))]
@@ -316,13 +304,13 @@ def _describe_rank(device_map: DeviceMap, rank: int | None) -> str:
 
 
 def _print_memory(plan: ClusterPlan, device: Device) -> None:
-    counts = _slots_by_roles(plan.device_map)
+    counts = plan.device_map.count_by_roles()
     for roles, memory in plan.memory.items():
         sections = [
             [[role, f"{sum(items.values()) / _GB:.1f}", list_sizes(items)]]
             for role, items in memory.roles.items()
         ]
-        print(f"{len(counts[roles])} GPUs with {' + '.join(roles)}, in GB")
+        print(f"{counts[roles]} GPUs with {' + '.join(roles)}, in GB")
         print_table("", ["role", "GB", "of which"], sections)
         peaks = ", ".join(f"{stage} {size / _GB:.1f}" for stage, size in memory.peaks.items())
         usable = f"{memory.usable_bytes / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable"

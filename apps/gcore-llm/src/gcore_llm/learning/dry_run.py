@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gcore_llm.config import TrainArgs, TrainConfig
-from gcore_llm.learning.cluster_plan import ClusterSize, dry_run_cluster
+from gcore_llm.learning.cluster_plan import GPUS_PER_NODE, dry_run_cluster
 from gcore_llm.learning.device_plan import (
     check_fits,
     check_host_fits,
@@ -52,9 +52,14 @@ def dry_run(options: TrainArgs) -> None:
         # As the run will have it on that GPU, whatever this machine has.
         config = replace(config, dtype="bfloat16")
     if config.runtime == "ray" or options.dry_run_gpus_per_node:
-        per_node = options.dry_run_gpus_per_node or ClusterSize.gpus_per_node
-        machines = ClusterSize(nodes=options.dry_run_nodes, gpus_per_node=per_node)
-        dry_run_cluster(name, config, model, device, machines)
+        dry_run_cluster(
+            name,
+            config,
+            model,
+            device,
+            nodes=options.dry_run_nodes,
+            gpus_per_node=options.dry_run_gpus_per_node or GPUS_PER_NODE,
+        )
         return
     is_auto = config.actor.enable_gradient_checkpointing == "auto"
     config, plan = choose_checkpointing(config, model, device)

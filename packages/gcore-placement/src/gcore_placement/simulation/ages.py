@@ -14,7 +14,7 @@ _NUM_ITERATIONS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedAges:
-    """What `predict_ages` returns.
+    """A prediction of `predict_ages`.
 
     Example:
         >>> ages = PredictedAges(step_s=10.0, shares=np.array([0.25, 0.75]), stale_share=0.0)

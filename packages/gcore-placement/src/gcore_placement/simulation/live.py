@@ -38,7 +38,7 @@ def blend(u_shared: float, u_own: float, share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaRequest:
-    """A sequence to decode; a subclass may add the purpose of the sequence.
+    """A sequence to decode: a response, or a judgement; a subclass may add the purpose of the sequence.
 
     Example:
         >>> costs = EngineCosts(devices_per_replica=1, max_num_seqs=2, decode_base_s=0.01, decode_per_sequence_s=0.0)
@@ -54,6 +54,8 @@ class ReplicaRequest:
     """Seconds in which its prompt is computed when it starts."""
     context: float = 0.0
     """Tokens that it holds when it starts."""
+    index: int = 0
+    """Its number among those of its caller."""
 
 
 SequenceT = TypeVar("SequenceT", bound=ReplicaRequest)

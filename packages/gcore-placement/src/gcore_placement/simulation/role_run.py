@@ -2,19 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import fsum, inf
 
 from gcore_placement.costs import EngineCosts
 from gcore_placement.simulation.live import ReplicaRequest, SimulatedReplica
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaveRequest(ReplicaRequest):
-    """A response to generate, or its judgement."""
-
-    index: int
-    """Number of the response in its wave."""
 
 
 class RoleRun:
@@ -34,8 +25,8 @@ class RoleRun:
         """Stretches in which a replica runs any request: its number, start and end."""
         self.queued_until_s = 0.0
         """Seconds at which the last request that had to wait starts."""
-        self._replicas: list[SimulatedReplica[WaveRequest]] = []
-        self._inboxes: list[deque[WaveRequest]] = []
+        self._replicas: list[SimulatedReplica[ReplicaRequest]] = []
+        self._inboxes: list[deque[ReplicaRequest]] = []
         """The requests that have yet to arrive at each replica, in order."""
         self._since_s: list[float] = []
         """Seconds since which each busy replica is busy."""
@@ -64,13 +55,13 @@ class RoleRun:
             self._inboxes.append(deque())
             self._since_s.append(0.0)
 
-    def assign(self, replica: int, requests: Iterable[WaveRequest]) -> None:
+    def assign(self, replica: int, requests: Iterable[ReplicaRequest]) -> None:
         """Let requests, in order of arrival, arrive at a replica after those that are assigned to it already."""
         self._inboxes[replica].extend(requests)
 
-    def take_unstarted(self, now_s: float) -> list[WaveRequest]:
+    def take_unstarted(self, now_s: float) -> list[ReplicaRequest]:
         """Take out all requests that have not started, in order of arrival; none arrives again before now."""
-        requests: list[WaveRequest] = []
+        requests: list[ReplicaRequest] = []
         for replica, inbox in zip(self._replicas, self._inboxes, strict=True):
             requests.extend(replica.withdraw_waiting())
             requests.extend(inbox)
@@ -97,7 +88,7 @@ class RoleRun:
                     return
                 if end_s is None:
                     self._since_s[number] = arrival_s
-                requests: list[WaveRequest] = []
+                requests: list[ReplicaRequest] = []
                 while inbox and self.arrival_s[inbox[0].index] <= arrival_s:
                     requests.append(inbox.popleft())
                 replica.submit(requests, arrival_s)

@@ -71,7 +71,7 @@ SCENARIOS = {name: _make_recipe(name) for name in _TABLES["scenarios"]}
 """Trace recipes by name; the scale sets their sizes."""
 FAMILY = {name: _make_recipe(name) for name in _TABLES["family"]}
 """Trace recipes by name on which dynamic must not be much slower than the best split."""
-PUBLISHED: Mapping[str, Mapping[str, Any]] = _TABLES["published"]
+PUBLISHED: dict[str, dict[str, Any]] = _TABLES["published"]
 """Response lengths of published runs, by name: their ``source``, and arguments of `published_trace`."""
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.partition.space import Partition, engine_load
 from gcore_placement.quantities import Floats
+from gcore_placement.simulation.live import ReplicaRequest
 from gcore_placement.simulation.loans import EngineLoan, judge_with_loans
-from gcore_placement.simulation.role_run import RoleRun, WaveRequest
+from gcore_placement.simulation.role_run import RoleRun
 from gcore_placement.workload.traces import TraceWave
 
 _BOUND = 1 - 1e-9
@@ -208,7 +209,9 @@ def assign_wave(
 
 
 @lru_cache(maxsize=1)
-def _requests(costs: JobCosts, wave: TraceWave) -> tuple[list[WaveRequest], list[WaveRequest]]:
+def _requests(
+    costs: JobCosts, wave: TraceWave
+) -> tuple[list[ReplicaRequest], list[ReplicaRequest]]:
     """Return the responses of a wave, of which the first of a group computes its prompt, and their judgements."""
     n = wave.response_length.shape[1]
     prompt_Q = np.repeat(wave.prompt_length, n)
@@ -222,19 +225,19 @@ def _requests(costs: JobCosts, wave: TraceWave) -> tuple[list[WaveRequest], list
 
 def _engine_requests(
     costs: EngineCosts, context_Q: Floats, computed_Q: Floats, length_Q: Floats
-) -> list[WaveRequest]:
+) -> list[ReplicaRequest]:
     prefill_Q = costs.prefill_per_token_s * computed_Q
     rows = zip(context_Q.tolist(), prefill_Q.tolist(), length_Q.tolist(), strict=True)
-    requests: list[WaveRequest] = []
+    requests: list[ReplicaRequest] = []
     for index, (context, prefill_s, length) in enumerate(rows):
-        request = WaveRequest(index=index, context=context, prefill_s=prefill_s, length=length)
+        request = ReplicaRequest(index=index, context=context, prefill_s=prefill_s, length=length)
         requests.append(request)
     return requests
 
 
 def _generate(
     policy: EngineCosts,
-    responses: list[WaveRequest],
+    responses: list[ReplicaRequest],
     num_replicas: int,
     num_late: int,
     late_s: float,
