@@ -787,7 +787,7 @@ def test_config_files_that_a_script_names_are_read(tmp_path: Path, root: str) ->
         "python3 -m verl.trainer.main_ppo --config-path=$CONFIG --config-name games actor_rollout_ref.rollout.n=8\n"
     )
     given = read_config(str(examples / "run.sh"), ["data.seed=3"], str(tmp_path / root))
-    assert given.cautions == ()
+    assert given.cautions == []
     assert given.values == {
         "model_engine": "megatron",
         "data": {"train_batch_size": 64, "max_prompt_length": 400, "seed": 3},
@@ -807,7 +807,7 @@ def test_config_files_that_are_not_found(tmp_path: Path) -> None:
         "", ["main_ppo", "--config-path=./config", "--config-name=ppo_megatron_trainer", N8]
     )
     assert own.values["model_engine"] == "megatron"
-    assert own.cautions == ()
+    assert own.cautions == []
 
 
 def test_a_script_that_is_not_closed_is_one_line(cli: Cli) -> None:

@@ -8,8 +8,8 @@ from typing import Literal, TypeVar, get_args
 import tyro
 
 from gcore_llm.migration.conversion import Conversion, Line, Verdict
-from gcore_llm.migration.hydra_files import is_override, read_command
-from gcore_llm.migration.inputs import SourceConfig, read_config
+from gcore_llm.migration.hydra_files import SourceConfig, is_override, read_command
+from gcore_llm.migration.inputs import read_config
 from gcore_runs import Checked, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 

@@ -21,13 +21,6 @@ TRACKERS = get_args(TrackerName)
 WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
 
-def keep_names(*names: str) -> dict[str, str]:
-    """Return choices that have the same names here as in the other library."""
-    return dict(zip(names, names, strict=True))
-
-
-SCHEDULES = keep_names("constant", "linear", "cosine")
-
 Verdict = Literal["mapped", "no meaning", "missing", "unknown"]
 
 
@@ -98,12 +91,16 @@ class Conversion:
         self.sources[setting] = names
 
     def copy(self, *names: str) -> None:
-        """Write the first setting here that each key has, with its value unchanged, unless that is None."""
+        """Write the first setting here that each key has, unless its value is None: of a choice, what it is here."""
         for name in names:
             value = self.get(name)
             settings = self.known_settings(name)
-            if value is not None and settings:
-                self.put(settings[0], value, name)
+            if value is None or not settings:
+                continue
+            choices = self.keys[name].values
+            if choices:
+                value = self.one_of(name, choices, next(iter(choices.values())))
+            self.put(settings[0], value, name)
 
     def known_settings(self, name: str) -> list[str]:
         """Return the settings of the command that follow from a key."""

@@ -35,13 +35,20 @@ class TrainerCommand:
     """Words that are neither overrides nor options of Hydra."""
 
 
-@dataclass(kw_only=True)
-class HydraConfig:
-    """The settings of config files."""
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """The settings of a config."""
 
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    values: dict[str, Any]
     """Nested."""
+    origin: str
+    """The file that they are from, in words."""
+    explicit: frozenset[str] = frozenset()
+    """Dotted names of the overrides."""
     cautions: list[str] = field(default_factory=list[str])
+    """Sentences on what may differ from the config's meaning."""
+    trainer: str = ""
+    """The module that a script starts."""
 
 
 def is_override(word: str) -> bool:
@@ -81,16 +88,20 @@ def read_command(words: Sequence[str]) -> TrainerCommand:
 
 
 def read_hydra_config(
-    command: TrainerCommand, folders: Sequence[Path], parse: Callable[[str, str], dict[str, Any]]
-) -> HydraConfig:
+    command: TrainerCommand,
+    folders: Sequence[Path],
+    origin: str,
+    parse: Callable[[str, str], dict[str, Any]],
+) -> SourceConfig:
     """Return the settings of the config that a command names, with those that it is made of.
 
     Args:
         command: the command, whose ``config_path`` is absolute or relative to the trainer, as in Hydra.
         folders: where the path may begin: first where the script would be started.
+        origin: where the command is from, in words.
         parse: reads the text of a YAML file, whose name is the second argument.
     """
-    config = HydraConfig()
+    config = SourceConfig(values={}, origin=origin, trainer=command.trainer)
     if not command.config_name or _put_own_config(command.config_name, config):
         return config
     config_folders: list[Path] = []
@@ -107,7 +118,7 @@ def read_hydra_config(
     return config
 
 
-def _put_own_config(name: str, config: HydraConfig) -> bool:
+def _put_own_config(name: str, config: SourceConfig) -> bool:
     """Return whether a name is of verl's own config of all defaults; a backend in it is a setting."""
     match = _VERL_CONFIG.fullmatch(name)
     if match is None:
@@ -142,7 +153,7 @@ def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
 def _read_file(
     file: Path,
     folders: Sequence[Path],
-    config: HydraConfig,
+    config: SourceConfig,
     parse: Callable[[str, str], dict[str, Any]],
 ) -> None:
     """Put in the settings of a file, in the order of its ``defaults``."""
@@ -164,7 +175,7 @@ def _read_base(
     name: str,
     file: Path,
     folders: Sequence[Path],
-    config: HydraConfig,
+    config: SourceConfig,
     parse: Callable[[str, str], dict[str, Any]],
 ) -> None:
     if _put_own_config(name, config):
@@ -181,7 +192,7 @@ def _read_base(
 def _read_group(
     entry: Mapping[Any, Any],
     file: Path,
-    config: HydraConfig,
+    config: SourceConfig,
     parse: Callable[[str, str], dict[str, Any]],
 ) -> None:
     """Put in the settings of ``group@section: name``."""

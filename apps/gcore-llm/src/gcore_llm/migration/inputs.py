@@ -1,11 +1,12 @@
 """Configs of other libraries as they are found: YAML, JSON, a launch script, or a command line."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gcore_llm.migration.hydra_files import (
+    SourceConfig,
     TrainerCommand,
     is_trainer,
     read_command,
@@ -14,22 +15,6 @@ from gcore_llm.migration.hydra_files import (
 from gcore_llm.migration.shell import ShellScript
 from gcore_runs import UserError
 from gcore_runs.settings.checks import flatten
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """The settings of a config."""
-
-    values: dict[str, Any]
-    """Nested."""
-    origin: str
-    """The file that they are from, in words."""
-    explicit: frozenset[str] = frozenset()
-    """Dotted names of the overrides."""
-    cautions: tuple[str, ...] = ()
-    """Sentences on what may differ from the config's meaning."""
-    trainer: str = ""
-    """The module that a script starts."""
 
 
 def read_config(path: str, words: Sequence[str], root: str = "") -> SourceConfig:
@@ -98,7 +83,7 @@ def _script(text: str, file: Path, root: str) -> SourceConfig:
         cautions.append(
             "the trainer's command is in a branch that the script does not take with these values"
         )
-    return replace(source, cautions=tuple(cautions))
+    return replace(source, cautions=cautions)
 
 
 def _find_trainers(commands: Sequence[list[str]]) -> list[list[str]]:
@@ -133,14 +118,8 @@ def _script_cautions(script: ShellScript, trainers: Sequence[Sequence[str]]) -> 
 
 def _command(command: TrainerCommand, folders: Sequence[Path], origin: str) -> SourceConfig:
     """Return the settings of a command of verl's trainer, over those of the config files that it names."""
-    config = read_hydra_config(command, folders, _parse_yaml)
-    source = SourceConfig(
-        values=config.values,
-        origin=origin,
-        explicit=frozenset(flatten(config.values)),
-        cautions=tuple(config.cautions),
-        trainer=command.trainer,
-    )
+    source = read_hydra_config(command, folders, origin, _parse_yaml)
+    source = replace(source, explicit=frozenset(flatten(source.values)))
     return _apply_overrides(source, command.overrides)
 
 

@@ -9,7 +9,6 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.migration.conversion import (
     NEVER,
-    SCHEDULES,
     WRITTEN,
     Conversion,
     as_list,
@@ -17,7 +16,7 @@ from gcore_llm.migration.conversion import (
     folder_name,
     number_of,
 )
-from gcore_llm.migration.inputs import SourceConfig
+from gcore_llm.migration.hydra_files import SourceConfig
 from gcore_runs import UserError
 from gcore_runs.migration.keys import read_keys
 from gcore_runs.settings.checks import convert_value, flatten
@@ -40,15 +39,6 @@ _AGGREGATIONS = {
     **dict.fromkeys(("dapo", "bnpo", "cispo"), "token-mean"),
     **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
     "dr_grpo": "seq-mean-token-sum-norm",
-}
-_SCHEDULES = {
-    **SCHEDULES,
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-}
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf"), "adamw"),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw_8bit"),
 }
 _FINE_TUNING: Mapping[str, Any] = {"max_length": 1024}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -478,15 +468,9 @@ def reward(c: Conversion) -> None:
 def optimizer(c: Conversion) -> None:
     """Convert the optimizer, whose schedule counts updates in TRL and here."""
     section = "actor.optim" if c.command == "train" else "optim"
-    c.copy("learning_rate", "weight_decay", "max_grad_norm")
+    c.copy("learning_rate", "weight_decay", "max_grad_norm", "optim", "lr_scheduler_type")
     c.put(
         f"{section}.betas", [c.get("adam_beta1"), c.get("adam_beta2")], "adam_beta1", "adam_beta2"
-    )
-    c.put(f"{section}.name", c.one_of("optim", _OPTIMIZERS, "adamw"), "optim")
-    c.put(
-        f"{section}.lr_scheduler_type",
-        c.one_of("lr_scheduler_type", _SCHEDULES, "constant"),
-        "lr_scheduler_type",
     )
     options: dict[str, Any] = dict(c.get("lr_scheduler_kwargs") or {})
     if "min_lr_rate" in options:

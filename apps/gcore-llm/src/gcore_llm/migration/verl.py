@@ -8,7 +8,6 @@ from typing import Any
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import (
     NEVER,
-    SCHEDULES,
     WRITTEN,
     Conversion,
     as_list,
@@ -16,7 +15,7 @@ from gcore_llm.migration.conversion import (
     folder_name,
     number_of,
 )
-from gcore_llm.migration.inputs import SourceConfig
+from gcore_llm.migration.hydra_files import SourceConfig
 from gcore_llm.migration.verl_algorithm import (
     ACTOR,
     ASYNC,
@@ -32,7 +31,6 @@ from gcore_runs.settings.checks import convert_value, flatten
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 
-_OPTIMIZERS = {"AdamW": "adamw", "adam": "adamw", "adamw": "adamw", "AdamW8bit": "adamw_8bit"}
 _OVERLONG_BUFFERS = (
     "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -42,7 +40,6 @@ _SYNC_STEPS = f"{ASYNC}.trigger_parameter_sync_step"
 _FETCHED = f"{ASYNC}.require_batches"
 _FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 _TEACHERS = "distillation.teacher_models"
-_BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
 _BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a file that imports default_compute_score"
 
 
@@ -168,11 +165,10 @@ def model(c: Conversion) -> None:
 
 def layout(c: Conversion) -> None:
     """Convert the training backend and its ranks."""
-    strategy = f"{ACTOR}.strategy"
     if c.get("model_engine") == "megatron":
         c.put("trainer.backend", "megatron", "model_engine")
     else:
-        c.put("trainer.backend", c.one_of(strategy, _BACKENDS, "torch"), strategy)
+        c.copy(f"{ACTOR}.strategy")
     c.put("trainer.num_processes", _world(c), "trainer.nnodes", "trainer.n_gpus_per_node")
     if _world(c) > 1 or _is_fully_async(c):
         c.put("runtime", "ray", "trainer.nnodes", "trainer.n_gpus_per_node")
@@ -212,7 +208,7 @@ def layout(c: Conversion) -> None:
     c.put("actor.offload", offload, of_parameters, of_optimizer)
     dtype = f"{ACTOR}.fsdp_config.dtype"
     if c.get(dtype) not in ("bfloat16", "bf16"):
-        c.put("dtype", c.one_of(dtype, {"float32": "float32", "fp32": "float32"}, "float32"), dtype)
+        c.copy(dtype)
 
 
 def _ulysses(c: Conversion) -> str:
@@ -257,13 +253,10 @@ def rollout(c: Conversion) -> None:
         schedule_fully_async(c)
         return
     mode = "trainer.v1.trainer_mode"
-    schedule = c.one_of(mode, {"sync": "sync", "separate_async": "async"}, "sync")
-    c.put("trainer.schedule", schedule, mode)
-    if schedule == "async":
-        c.copy("trainer.v1.sampler.max_off_policy_threshold")
-        strategy = "trainer.v1.sampler.max_off_policy_strategy"
-        partial = c.one_of(strategy, {"drop": True, "wait": "wait"}, True)
-        c.put("rollout.partial_rollout", partial, strategy)
+    c.copy(mode)
+    if c.settings["trainer.schedule"] == "async":
+        sampler = "trainer.v1.sampler"
+        c.copy(f"{sampler}.max_off_policy_threshold", f"{sampler}.max_off_policy_strategy")
 
 
 def schedule_fully_async(c: Conversion) -> None:
@@ -314,18 +307,15 @@ _ENGINES = "sglang needs rollout.engine_options.server_python, an environment of
 
 def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     """Convert an optimizer's settings; verl's schedule counts steps, gcore's the updates in them."""
-    for name in ("lr", "weight_decay", "betas"):
-        c.put(f"{ours}.{name}", c.get(f"{theirs}.{name}"), f"{theirs}.{name}")
+    for name in ("lr", "weight_decay", "betas", "optimizer"):
+        c.copy(f"{theirs}.{name}")
     clip = f"{theirs}.clip_grad"
     older = f"{theirs.removesuffix('.optim')}.grad_clip"
     if c.has(older) and not c.has(clip):
         clip = older
-    c.put(f"{ours}.grad_clip", c.get(clip), clip)
+    c.copy(clip)
     if c.has(f"{theirs}.eps"):
         c.copy(f"{theirs}.eps")
-    c.put(
-        f"{ours}.name", c.one_of(f"{theirs}.optimizer", _OPTIMIZERS, "adamw"), f"{theirs}.optimizer"
-    )
     steps = f"{theirs}.lr_warmup_steps"
     share = f"{theirs}.lr_warmup_steps_ratio"
     total = c.get("trainer.total_training_steps")
@@ -347,12 +337,12 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     for name in (f"{theirs}.warmup_style", f"{theirs}.lr_decay_style"):
         if c.has(name):
             schedule = name
-    c.put(f"{ours}.lr_scheduler_type", c.one_of(schedule, SCHEDULES, "constant"), schedule)
+    c.copy(schedule)
     lowest = f"{theirs}.min_lr"
     if c.get(lowest):
         c.put(f"{ours}.min_lr_ratio", c.get(lowest) / c.get(f"{theirs}.lr"), lowest, f"{theirs}.lr")
     else:
-        c.put(f"{ours}.min_lr_ratio", c.get(f"{theirs}.min_lr_ratio"), f"{theirs}.min_lr_ratio")
+        c.copy(f"{theirs}.min_lr_ratio")
 
 
 def critic(c: Conversion, updates: int) -> None:
@@ -463,9 +453,7 @@ def run(c: Conversion) -> None:
     else:
         c.put("trainer.test_freq", NEVER, test)
         c.notes[test] = "never in verl; here at the first and the last step"
-    resume = "trainer.resume_mode"
-    c.put("resume", c.one_of(resume, {"auto": "auto", "disable": "never"}, "auto"), resume)
-    c.copy("trainer.max_actor_ckpt_to_keep")
+    c.copy("trainer.resume_mode", "trainer.max_actor_ckpt_to_keep")
     c.notes["trainer.device"] = "device auto finds it"
     if c.get("trainer.device") == "cpu":
         c.put("device", "cpu", "trainer.device")

@@ -2,25 +2,14 @@
 
 from typing import Any
 
-from gcore_llm.migration.conversion import NEVER, Conversion, as_list, keep_names, number_of
+from gcore_llm.migration.conversion import NEVER, Conversion, as_list, number_of
 
 ACTOR = "actor_rollout_ref.actor"
 ASYNC = "async_training"
 _LOSS = f"{ACTOR}.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"
 BYPASSES = (f"{_CORRECTION}.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
-_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_KL_IN_LOSS = _KL | {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
-_ESTIMATORS = {
-    **keep_names("grpo", "gae", "rloo", "remax", "reinforce_plus_plus"),
-    **keep_names("reinforce_plus_plus_baseline", "opo", "grpo_passk", "gdpo"),
-    "grpo_vectorized": "grpo",
-    "rloo_vectorized": "rloo",
-}
 _UNCLIPPED = ("sapo", "gpg", "kl_cov", "dro")
-_LOSSES = keep_names(
-    "vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", *_UNCLIPPED
-)
 _NORM = "algorithm.norm_adv_by_std_in_grpo"
 _PARTS = "algorithm.gdpo_reward_keys"
 _WEIGHTS = "algorithm.gdpo_reward_weights"
@@ -40,16 +29,12 @@ _OPTIONS = {
     ),
 }
 """The keys of an algorithm's own options, whose names are the last parts; of two with one name, the latter counts."""
-_AGGREGATIONS = keep_names(
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-)
 
 
 def algorithm(c: Conversion) -> None:
     """Convert the way from scores to advantages."""
-    name = "algorithm.adv_estimator"
-    estimator = c.one_of(name, _ESTIMATORS, "grpo")
-    c.put(name, estimator, name)
+    c.copy("algorithm.adv_estimator")
+    estimator = c.settings["algorithm.adv_estimator"]
     in_reward = "algorithm.use_kl_in_reward"
     if c.get(in_reward) and estimator in ("gae", "reinforce_plus_plus"):
         c.put(
@@ -58,11 +43,7 @@ def algorithm(c: Conversion) -> None:
             "algorithm.kl_ctrl.kl_coef",
             in_reward,
         )
-        c.put(
-            "algorithm.kl_ctrl.kl_penalty",
-            c.one_of("algorithm.kl_penalty", _KL, "k1"),
-            "algorithm.kl_penalty",
-        )
+        c.copy("algorithm.kl_penalty")
         c.copy("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
     elif c.get(in_reward):
         c.missing[in_reward] = (
@@ -114,8 +95,8 @@ def correction(c: Conversion) -> None:
 def policy_loss(c: Conversion) -> None:
     """Convert the policy's loss."""
     mode = f"{_LOSS}.loss_mode"
-    loss = c.one_of(mode, _LOSSES, "vanilla")
-    c.put("actor.loss.loss_mode", loss, mode)
+    c.copy(mode)
+    loss = c.settings["actor.loss.loss_mode"]
     if loss not in _UNCLIPPED:
         low = f"{ACTOR}.clip_ratio_low"
         c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
@@ -126,12 +107,7 @@ def policy_loss(c: Conversion) -> None:
     if loss in ("sapo", "geo_mean"):
         c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", mode)
     else:
-        aggregation = f"{ACTOR}.loss_agg_mode"
-        c.put(
-            "actor.loss.loss_agg_mode",
-            c.one_of(aggregation, _AGGREGATIONS, "token-mean"),
-            aggregation,
-        )
+        c.copy(f"{ACTOR}.loss_agg_mode")
     c.copy(f"{ACTOR}.loss_scale_factor")
     bonus = f"{ACTOR}.entropy_coeff"
     if number_of(c, bonus) < 0:
@@ -141,16 +117,15 @@ def policy_loss(c: Conversion) -> None:
     uses_kl = f"{ACTOR}.use_kl_loss"
     weight = f"{ACTOR}.kl_loss_coef"
     if c.get(uses_kl):
-        estimate = f"{ACTOR}.kl_loss_type"
         c.put("actor.loss.kl_loss_coef", c.get(weight), weight, uses_kl)
-        c.put("actor.loss.kl_loss_type", c.one_of(estimate, _KL_IN_LOSS, "k3"), estimate)
+        c.copy(f"{ACTOR}.kl_loss_type")
     else:
         c.put("actor.loss.kl_loss_coef", 0.0, weight, uses_kl)
         c.notes[weight] = "use_kl_loss is false"
     for section in ("megatron.", "veomni.", ""):
         replay = f"{ACTOR}.{section}router_replay.mode"
         if c.get(replay) not in (None, "disabled"):
-            c.put("actor.router_replay", c.one_of(replay, {"R2": "R2", "R3": "R3"}, "R2"), replay)
+            c.copy(replay)
 
 
 def options(c: Conversion) -> None:

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -21,6 +21,8 @@ class Key:
     """Why there is no setting here, in a few words."""
     off: tuple[Any, ...] | None = None
     """None: it has no meaning here. Otherwise the values with which nothing is missing; with others something is."""
+    values: Mapping[str, Any] | None = None
+    """Of a choice, what is here for each value; with any other, the first of them is taken."""
 
 
 @cache
@@ -40,11 +42,15 @@ def read_keys(source: Literal["verl", "trl", "removed"]) -> Mapping[str, Key]:
 
 
 def _make_key(
-    to: list[str] | None = None, default: Any = None, why: str = "", off: list[Any] | None = None
+    *,
+    to: Sequence[str] = (),
+    off: list[Any] | None = None,
+    values: Mapping[str, Any] | list[str] | None = None,
+    **fields: Any,
 ) -> Key:
-    return Key(
-        ours=tuple(to or ()), default=default, why=why, off=None if off is None else (None, *off)
-    )
+    if isinstance(values, list):
+        values = {name: name for name in values}
+    return Key(ours=tuple(to), off=None if off is None else (None, *off), values=values, **fields)
 
 
 def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
