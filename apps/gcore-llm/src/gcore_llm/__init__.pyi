@@ -1,4 +1,4 @@
-from .cli import embedded as embedded, own_data as own_data
+from .cli import embedded as embedded
 from .config import (
     RolloutConfig as RolloutConfig,
     TrainConfig as TrainConfig,

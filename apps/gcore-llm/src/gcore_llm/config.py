@@ -33,13 +33,12 @@ from gcore_runs import (
     NonNegative,
     ReadWith,
     UserError,
-    above,
     adapter_settings,
     at_least,
     one_of,
     schedule_settings,
 )
-from gcore_runs.settings.checks import ABOVE_0, IS_SET, IS_TRUE, override
+from gcore_runs.settings.checks import ABOVE_0, IS_SET, IS_TRUE, above, override
 from gcore_runs.settings.sections import BACKEND_SETTINGS, EngineConfig
 from gcore_trainer import get_advantage_estimator, get_policy_loss
 
@@ -104,11 +103,6 @@ class RolloutConfig(EngineConfig, BaseRolloutConfig, section="rollout"):
     def has_several_turns(self) -> bool:
         """True if an environment, an agent or the reward answers turns."""
         return self.multi_turn.is_used or bool(self.agent.run)
-
-    @property
-    def truncates(self) -> bool:
-        """True if responses to be trained on are not drawn from all tokens."""
-        return self.top_p < 1 or self.top_k > 0
 
     @property
     def weights_dir(self) -> str:
@@ -337,7 +331,8 @@ class TrainConfig(BaseRLConfig):
                 several_turns: "because one response to one prompt is compared",
                 greedy: "whose greedy response is in no group",
             }
-        if rollout.truncates:
+        truncates = rollout.top_p < 1 or rollout.top_k > 0
+        if truncates:
             name = ("rollout.top_p", "1") if rollout.top_p < 1 else ("rollout.top_k", "-1")
             conflicts[name] = {several_turns: "which keep no sets of tokens"}
             if "return_sampling_mask" not in rollout.kind.own_options:
@@ -378,7 +373,7 @@ class TrainConfig(BaseRLConfig):
             for condition, reason in reasons.items():
                 self.require(name, not condition, f"{accepted} with {condition}, {reason}")
         on_gpu = self.device.startswith("cuda")
-        needs_top_k = on_gpu and rollout.engine == "vllm" and rollout.truncates
+        needs_top_k = on_gpu and rollout.engine == "vllm" and truncates
         self.require("rollout.top_k", rollout.top_k > 0 or not needs_top_k, NEEDS_TOP_K)
         rollout.val_kwargs.check(
             self.data.val_files, compares=self.reward_model.compares, needs_top_k=needs_top_k

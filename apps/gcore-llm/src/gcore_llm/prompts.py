@@ -29,13 +29,12 @@ from gcore_runs import (
     UserError,
     columns,
     image_sources,
-    max_sequence_length,
     mix_sets,
     model_folder,
     open_rows,
 )
 from gcore_runs.data.rows import RowSource
-from gcore_runs.inputs import held_out_places
+from gcore_runs.inputs import held_out_places, max_sequence_length
 
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""

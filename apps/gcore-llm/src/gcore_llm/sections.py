@@ -21,9 +21,9 @@ from gcore_runs import (
     Positive,
     RLTrainerConfig,
     UserError,
-    above,
     at_least,
 )
+from gcore_runs.settings.checks import above
 from gcore_runs.settings.sections import EngineConfig, JudgeOptions, RanksConfig
 from gcore_trainer import (
     LossAggMode,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from gcore_llm.agents.simulated import SimulatedSessions, fit_sessions
+from gcore_llm.agents.simulated import fit_sessions, play_session
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
@@ -181,8 +181,8 @@ def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> Simulated
     flops = partial(sample_flops, workload)
     episodes = None
     if sim.sessions.is_used:
-        sessions = SimulatedSessions(config=sim, seed=config.seed)
-        episodes = EpisodeRole(play=sessions.play, on_error="raise")
+        play = partial(play_session, sim, config.seed)
+        episodes = EpisodeRole(play=play, on_error="raise")
     return SimulatedCluster(
         job=LLMJob(config=coarse_config, prompts=make_prompts(config), workload=workload),
         sim=sim,

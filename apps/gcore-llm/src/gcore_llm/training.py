@@ -57,13 +57,13 @@ from gcore_runs import (
     build_tokenizer,
     check_model,
     eos_token_ids,
-    max_sequence_length,
     model_folder,
     resolve,
     start_inline_backend,
     with_adapter,
 )
 from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers
+from gcore_runs.inputs import count_parameters, max_sequence_length
 from gcore_runs.loop.best import best_step
 from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import merge_lora, read_adapters
@@ -342,7 +342,6 @@ async def _start_on_ray(
     """Load the model in a folder for every role that needs it, on a cluster."""
     import torch
 
-    from gcore_runs.inputs import count_parameters
     from gcore_runs.on_ray import start_ray_backend
 
     # Each controller starts rewards of its own.

@@ -16,7 +16,6 @@ from .inputs import (
     eos_token_ids as eos_token_ids,
     hold_out as hold_out,
     image_sources as image_sources,
-    max_sequence_length as max_sequence_length,
     mix_sets as mix_sets,
     model_folder as model_folder,
     open_rows as open_rows,
@@ -54,7 +53,6 @@ from .settings.checks import (
     NonNegative as NonNegative,
     Positive as Positive,
     ReadWith as ReadWith,
-    above as above,
     at_least as at_least,
     one_of as one_of,
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,53 +19,55 @@ from gcore_runs.simulation.tokens import draw_length
 _SESSION_STREAM = 7
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedSessions:
-    """Plays sessions of drawn turns and messages on a modelled engine, which computes each token once."""
+async def play_session(
+    config: SimConfig,
+    run_seed: int,
+    policy: Engine,
+    prompt: Prompt,
+    request_id: str,
+    sampling: SamplingParams,
+    seed: int,
+) -> Completion:
+    """Play a session of drawn turns and messages on a modelled engine, which computes each token once.
 
-    config: SimConfig
-    seed: int
-
-    async def play(
-        self, policy: Engine, prompt: Prompt, request_id: str, sampling: SamplingParams, seed: int
-    ) -> Completion:
-        """Play one session, see `EpisodeRole.play`; it sleeps while the agent would work."""
-        model = self.config.sessions
-        draw = partial(uniform, self.seed, _SESSION_STREAM, seed)
-        sampler = EngineSampler(engine=policy, sampling=sampling)
-        await asyncio.sleep(model.start_s)
-        new_ids = prompt.token_ids
-        versions: list[int] = []
-        is_over = False
-        for turn in range(draw_length(draw(0), model.turns, 1)):
-            if turn:
-                size = draw_length(draw(turn, 1), model.message_length, self.config.token_unit)
-                is_over = len(versions) + size >= sampling.max_tokens
-                if is_over:
-                    break
-                versions += [-1] * size
-                new_ids = prompt.token_ids[:1] * size
-            num_left = sampling.max_tokens - len(versions)
-            sampled = await sampler.sample(
-                new_ids, session=request_id, seed=hash((seed, turn)), max_tokens=num_left
-            )
-            versions += sampled.weight_versions
-            await asyncio.sleep(log_normal(draw(turn, 2), **vars(model.tool_s)))
-        prompt_index, _, index = request_id.partition("/")
-        name = sample_name(int(prompt_index), int(index))
-        is_sampled = np.array(versions) >= 0
-        return Completion(
-            request_id=request_id,
-            index=0,
-            token_ids=np.full(len(versions), name),
-            log_probs=-is_sampled.astype(np.float32),
-            weight_versions=np.array(versions, np.int32),
-            mask=is_sampled,
-            finish_reason="stop",
-            prompt_ids=np.array(prompt.token_ids),
-            turns=(str(name),),
-            end="length" if is_over else "done",
+    See `EpisodeRole.play`; it sleeps while the agent would work.
+    """
+    model = config.sessions
+    draw = partial(uniform, run_seed, _SESSION_STREAM, seed)
+    sampler = EngineSampler(engine=policy, sampling=sampling)
+    await asyncio.sleep(model.start_s)
+    new_ids = prompt.token_ids
+    versions: list[int] = []
+    is_over = False
+    for turn in range(draw_length(draw(0), model.turns, 1)):
+        if turn:
+            size = draw_length(draw(turn, 1), model.message_length, config.token_unit)
+            is_over = len(versions) + size >= sampling.max_tokens
+            if is_over:
+                break
+            versions += [-1] * size
+            new_ids = prompt.token_ids[:1] * size
+        num_left = sampling.max_tokens - len(versions)
+        sampled = await sampler.sample(
+            new_ids, session=request_id, seed=hash((seed, turn)), max_tokens=num_left
         )
+        versions += sampled.weight_versions
+        await asyncio.sleep(log_normal(draw(turn, 2), **vars(model.tool_s)))
+    prompt_index, _, index = request_id.partition("/")
+    name = sample_name(int(prompt_index), int(index))
+    is_sampled = np.array(versions) >= 0
+    return Completion(
+        request_id=request_id,
+        index=0,
+        token_ids=np.full(len(versions), name),
+        log_probs=-is_sampled.astype(np.float32),
+        weight_versions=np.array(versions, np.int32),
+        mask=is_sampled,
+        finish_reason="stop",
+        prompt_ids=np.array(prompt.token_ids),
+        turns=(str(name),),
+        end="length" if is_over else "done",
+    )
 
 
 def fit_sessions(folder: Path) -> Mapping[str, Any]:

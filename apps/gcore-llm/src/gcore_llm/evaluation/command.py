@@ -1,7 +1,7 @@
 """The command `gcore-llm eval`: a model, or a run's policy, on sets of prompts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -93,11 +93,11 @@ async def _evaluate(args: EvalArgs, display: Display) -> tuple[Path, int | None,
             results = Results(_folder(args, run, step, identity), identity, sets, tokenizer)
             # What a comparison of two responses adds to their scores is not kept.
             done = {} if rewards.comparison is not None else results.done
-            bar = _Progress(display, sets, done)
+            show = _show_progress(display, sets, done)
 
             def record(task: EvaluationTask, group: Group) -> None:
                 results.add(task, group)
-                bar.add(group)
+                show(group)
 
             scoring = scoring_roles(config, tokenizer, rewards)
             try:
@@ -274,33 +274,24 @@ def _folder(
     return run.path / "evaluations" / f"step-{step}-{digest}"
 
 
-class _Progress:
-    """Shows how many responses are scored, and their mean score."""
+def _show_progress(
+    display: Display, sets: Sequence[ValSet], done: Mapping[EvaluationTask, Answered]
+) -> Callable[[Group], None]:
+    """Show how many responses are scored; return what counts those to a further prompt, and shows their mean score."""
+    total = 0
+    for val_set in sets:
+        total += len(val_set.prompts) * sum(val_set.num_responses.values())
+    num = sum(len(answered.scores) for answered in done.values())
+    score = sum(sum(answered.scores) for answered in done.values())
+    if num:
+        display.say(f"continuing after {num:,} of {total:,} responses")
+    display.phase("evaluating", total=total, done=num)
 
-    def __init__(
-        self, display: Display, sets: Sequence[ValSet], done: Mapping[EvaluationTask, Answered]
-    ) -> None:
-        self._display = display
-        self._total = 0
-        for val_set in sets:
-            self._total += len(val_set.prompts) * sum(val_set.num_responses.values())
-        self._num = 0
-        self._sum = 0.0
-        for answered in done.values():
-            self._count(answered.scores)
-        if self._num:
-            display.say(f"continuing after {self._num:,} of {self._total:,} responses")
-        display.phase("evaluating", total=self._total, done=self._num)
+    def add(group: Group) -> None:
+        nonlocal num, score
+        num += len(group.scores)
+        score += sum(group.scores)
+        cells = [("mean score", f"{score / num:.3f}"), ("left", f"{total - num:,}")]
+        display.show_progress(num, cells, unit="response")
 
-    def add(self, group: Group) -> None:
-        """Count the responses to a prompt."""
-        self._count(group.scores)
-        cells = [
-            ("mean score", f"{self._sum / self._num:.3f}"),
-            ("left", f"{self._total - self._num:,}"),
-        ]
-        self._display.show_progress(self._num, cells, unit="response")
-
-    def _count(self, scores: Sequence[float]) -> None:
-        self._num += len(scores)
-        self._sum += sum(scores)
+    return add
