@@ -19,19 +19,20 @@ from gcore_runs.settings.resources import resolve
 PROCESS = ["--algorithm.adv-estimator", "grpo_process"]
 LENGTH = ["--data.max-response-length", "64"]
 """A random policy writes any character, so that a digit ends a step of one in two of its responses."""
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture
 def scorer(tmp_path: Path) -> Path:
     """A tiny token classifier of two labels."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = Qwen3Config(
-        vocab_size=128, num_labels=2, initializer_range=0.5, pad_token_id=0, **sizes, **heads
-    )
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"vocab_size": 128, "num_labels": 2, "pad_token_id": 0, "initializer_range": 0.5}
+    config = Qwen3Config(**sizes)
     Qwen3ForTokenClassification(config).save_pretrained(tmp_path / "scorer")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE

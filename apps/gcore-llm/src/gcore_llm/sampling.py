@@ -21,6 +21,7 @@ from gcore_rollout import (
     HTTPReward,
     JudgeReward,
     PairwiseJudge,
+    Prompt,
     RequestError,
     RewardError,
     RewardFunction,
@@ -241,9 +242,10 @@ class TextRewards:
         comparison: GroupComparison | None = None
         judges: list[Engine] = []
         limits = config.reward_calls.process_limits
-        graders: dict[str, RewardRunner] = {}
-        for name, spec in config.set_rewards.items():
-            graders[name] = RewardRunner(build_reward(spec, process_limits=limits), calls)
+        graders = {
+            name: RewardRunner(build_reward(spec, process_limits=limits), calls)
+            for name, spec in config.set_rewards.items()
+        }
         async with AsyncExitStack() as models:
             if not settings.is_used:
                 runner = RewardRunner(reward_function(config), calls)
@@ -290,27 +292,27 @@ class TextRewards:
 
     def check_rows(self, prompts: PromptSets) -> None:
         """Raise `UserError` for a prompt in memory whose row its reward cannot score."""
-        sets = [
-            ("training prompt", self.runner, prompts.train),
-            ("held-out prompt", self.runner, prompts.val),
-        ]
+        _check_rows(self.runner, "training prompt", prompts.train)
+        _check_rows(self.runner, "held-out prompt", prompts.val)
         for name, held_out in prompts.val_by_name.items():
-            sets.append((f"prompt of {name}", self.graders.get(name, self.runner), held_out))
-        for name, runner, set_prompts in sets:
-            if not isinstance(set_prompts, list):  # its rows are read when they are sampled
-                continue
-            for prompt in set_prompts:
-                try:
-                    runner.check_row(prompt.row)
-                except RewardError as error:
-                    where = prompt.where or f"the row of the {name} {prompt.text[-200:]!r}"
-                    raise UserError(f"{where}: {error}") from None
+            _check_rows(self.graders.get(name, self.runner), f"prompt of {name}", held_out)
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
         for runner in (self.runner, *self.graders.values()):
             runner.close()
         await self.models.aclose()
+
+
+def _check_rows(runner: RewardRunner, name: str, prompts: Sequence[Prompt]) -> None:
+    """Raise `UserError` for a row of a set that the reward cannot score."""
+    # Rows that are not in memory are read when they are sampled.
+    for prompt in prompts if isinstance(prompts, list) else ():
+        try:
+            runner.check_row(prompt.row)
+        except RewardError as error:
+            where = prompt.where or f"the row of the {name} {prompt.text[-200:]!r}"
+            raise UserError(f"{where}: {error}") from None
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:
@@ -385,7 +387,13 @@ def _classifier_encoder(
         if messages is None or messages == prompt:
             adds = takes_special_tokens(prompt, tokenizer)
             text = prompt + (completion or "")
-            return end(tokenizer(text, add_special_tokens=adds)["input_ids"], completion)
+        else:
+            adds = False
+            text = render(messages, completion)
+        token_ids = tokenizer(text, add_special_tokens=adds)["input_ids"]
+        return token_ids if completion is None else end(token_ids)
+
+    def render(messages: Any, completion: str | None) -> str:
         if tokenizer.chat_template is None:
             raise RewardError(
                 "reward_model.path has no chat template; expected one for prompts that are chat messages"
@@ -396,15 +404,12 @@ def _classifier_encoder(
         if not is_prompt:
             messages = [*messages, {"role": "assistant", "content": completion}]
         try:
-            text = render_chat(tokenizer, messages, tokenize=False, add_generation_prompt=is_prompt)
+            return render_chat(tokenizer, messages, tokenize=False, add_generation_prompt=is_prompt)
         except MessageError as error:
             raise RewardError(f"reward_model.path: {error}") from None
-        return end(tokenizer(text, add_special_tokens=False)["input_ids"], completion)
 
-    def end(token_ids: list[int], completion: str | None) -> list[int]:
+    def end(token_ids: list[int]) -> list[int]:
         """Return the tokens up to the last one that ends an answer, of the template or added."""
-        if completion is None:
-            return token_ids
         for i in reversed(range(len(token_ids))):
             if token_ids[i] in eos:
                 return token_ids[: i + 1]
@@ -426,7 +431,7 @@ async def _start_judge(
     settings = judge.settings
     path = model_folder(judge.path, setting=judge.path_setting)
     score = settings.unparsable_score
-    if not settings.compares:
+    if settings.method in ("score", "rubric", "steps"):
         separator = config.reward_model.step_separator
         make = partial(
             JudgeReward,

@@ -235,12 +235,7 @@ def has_routers(model: Path) -> bool:
 
 def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:
     """Return the simulated FLOPs of training on each group, whose prompt is computed once."""
-    lengths = [group.lengths for group in groups]
-    longest = max(map(len, lengths), default=1)
-    padded = np.zeros((len(groups), longest), np.int64)
-    for row, group_lengths in zip(padded, lengths, strict=True):
-        row[: group_lengths.size] = group_lengths
-    return workload.group_flops([group.prompt_ids.size for group in groups], padded).tolist()
+    return [float(workload.group_flops(group.prompt_ids.size, group.lengths)) for group in groups]
 
 
 def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> float:

@@ -70,15 +70,9 @@ class BatchReward:
                 await self._score(unanswered)
 
     async def _score(self, batch: Sequence[_Waiting]) -> None:
-        prompts: list[str] = []
-        completions: list[str] = []
-        rows: list[Mapping[str, Any]] = []
-        for (prompt, completion, row), _ in batch:
-            prompts.append(prompt)
-            completions.append(completion)
-            rows.append(row)
+        columns = zip(*[arguments for arguments, _ in batch], strict=True)
         try:
-            scores: list[Any] = list(await self._scorer(prompts, completions, rows))
+            scores: list[Any] = list(await self._scorer(*map(list, columns)))
             if len(scores) != len(batch):
                 raise RewardError(
                     f"returned {len(scores)} scores; expected one for each of {len(batch)} completions"

@@ -6,7 +6,6 @@ import math
 import re
 import statistics
 import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -258,14 +257,12 @@ class _ScoreJudge(Judge):
 
     def _reduce(self, scores: Sequence[float]) -> float:
         """Reduce one or more scores to one."""
-        match self.reduce:
-            case "mean":
-                return statistics.fmean(scores)
-            case "median":
-                return float(statistics.median(scores))
-            case "majority":
-                counts = Counter(scores)
-                return min(counts, key=lambda score: (-counts[score], score))
+        if self.reduce == "majority":
+            # Of scores that are as frequent, the mode is the first one.
+            return statistics.mode(sorted(scores))
+        if self.reduce == "median":
+            return statistics.median(scores)
+        return statistics.fmean(scores)
 
 
 @dataclass(kw_only=True, eq=False)

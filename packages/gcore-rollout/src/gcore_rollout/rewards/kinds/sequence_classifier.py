@@ -123,8 +123,7 @@ class SequenceClassifierReward:
     ) -> Self:
         """Load a local Hugging Face folder; its tokenizer is the default of ``encode``. ``options`` are the class's."""
         kind: Any = AutoModelForSequenceClassification
-        architectures = AutoConfig.from_pretrained(path).architectures or [""]
-        if architectures[0].endswith(_TOKEN_CLASSIFIER):
+        if _TOKEN_CLASSIFIER in str(AutoConfig.from_pretrained(path).architectures):
             kind = AutoModelForTokenClassification
         model = kind.from_pretrained(path, dtype=dtype)
         encode = encode or encoder(
