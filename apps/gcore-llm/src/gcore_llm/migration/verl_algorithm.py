@@ -10,25 +10,8 @@ _LOSS = f"{ACTOR}.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"
 BYPASSES = (f"{_CORRECTION}.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
 _UNCLIPPED = ("sapo", "gpg", "kl_cov", "dro")
-_NORM = "algorithm.norm_adv_by_std_in_grpo"
 _PARTS = "algorithm.gdpo_reward_keys"
 _WEIGHTS = "algorithm.gdpo_reward_weights"
-_OPTIONS = {
-    "gae": ("algorithm.gamma", "algorithm.lam"),
-    "reinforce_plus_plus": ("algorithm.gamma",),
-    "grpo": (_NORM,),
-    "grpo_passk": (_NORM,),
-    "gdpo": (_NORM,),
-    "clip_cov": tuple(f"{_LOSS}.clip_cov_{name}" for name in ("ratio", "lb", "ub")),
-    "kl_cov": (f"{_LOSS}.kl_cov_ratio", f"{_LOSS}.ppo_kl_coef"),
-    "dro": (f"{_LOSS}.dro_beta",),
-    "sapo": tuple(
-        f"{ACTOR}.{section}{name}"
-        for name in ("tau_pos", "tau_neg")
-        for section in ("", "policy_loss.")
-    ),
-}
-"""The keys of an algorithm's own options, whose names are the last parts; of two with one name, the latter counts."""
 
 
 def algorithm(c: Conversion) -> None:
@@ -132,11 +115,12 @@ def options(c: Conversion) -> None:
     """Convert the options that the estimator and the loss have of their own, where they are given."""
     table: dict[str, Any] = {}
     sources: list[str] = []
-    for setting in ("algorithm.adv_estimator", "actor.loss.loss_mode"):
-        for key in _OPTIONS.get(c.settings[setting], ()):
-            if c.has(key):
-                table[key.rpartition(".")[2]] = c.get(key)
-                sources.append(key)
+    chosen = {c.settings["algorithm.adv_estimator"], c.settings["actor.loss.loss_mode"]}
+    for name, key in c.keys.items():
+        if c.has(name) and not chosen.isdisjoint(key.read_by):
+            # Of two keys of one option, the latter counts.
+            table[name.rpartition(".")[2]] = c.get(name)
+            sources.append(name)
     if c.settings["algorithm.adv_estimator"] == "gdpo":
         names = as_list(c.get(_PARTS) or [])
         weights = as_list(c.get(_WEIGHTS) or [1.0] * len(names))
