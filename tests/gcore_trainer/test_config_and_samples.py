@@ -86,8 +86,7 @@ def test_per_token_arrays_are_as_long_as_the_response(field: str) -> None:
     [
         ([1, 0, 0], None, r"one of kept_counts and kept_ids is None"),
         ([1, 0], [0], r"kept_counts has shape \(2,\)"),
-        ([2, 0, 1], [0, 3], r"kept_ids has shape \(2,\); expected \(3,\), the sum of kept_counts"),
-        ([3, -1, 0], [0, 3], r"kept_ids has shape \(2,\); expected .* not negative"),
+        ([2, 0, 1], [0, 3], r"kept_ids has 2 tokens; expected 3, the sum of kept_counts"),
         (
             [2, 0, 1],
             [0, 3, 4],

@@ -21,7 +21,7 @@ from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import AlgorithmConfig
 from gcore_llm.learning.preparation import unscored_samples
-from gcore_llm.sampling import engine_factory
+from gcore_llm.sampling import engine_factory, sampling_params
 from gcore_rollout import Completion, Engine, Group, Request, SamplingParams
 from gcore_runs import UserError
 from gcore_trainer import PackedModel, Sample
@@ -203,4 +203,4 @@ def test_engines_without_sets_are_refused(fields: dict[str, Any], message: str) 
 def test_vllm_on_a_gpu_is_taken_where_every_request_has_a_top_k() -> None:
     for val_kwargs in (ValConfig(top_k=20), ValConfig(n=0)):
         rollout = RolloutConfig(engine="vllm", top_p=0.9, top_k=50, val_kwargs=val_kwargs)
-        assert TrainConfig(device="cuda", rollout=rollout).rollout.truncates
+        assert sampling_params(TrainConfig(device="cuda", rollout=rollout)).truncates

@@ -134,7 +134,7 @@ def engine_factory(
         options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
         if config.actor.router_replay == "R3":
             own_options["return_routed_experts"] = True
-        if config.rollout.truncates:
+        if sampling_params(config).truncates:
             own_options["return_sampling_mask"] = True
     engine_options = dict(settings.engine_options)
     if settings.draft_model:

@@ -222,10 +222,9 @@ class Sample:
             if counts is not ids:
                 raise BatchError("one of kept_counts and kept_ids is None; expected both or none")
             return
-        if ids.shape != (counts.sum(),) or counts.min() < 0:
+        if ids.size != counts.sum():
             raise BatchError(
-                f"kept_ids has shape {ids.shape}; expected ({counts.sum()},), the sum of kept_counts, which are not "
-                "negative"
+                f"kept_ids has {ids.size} tokens; expected {counts.sum()}, the sum of kept_counts"
             )
         places = np.repeat(np.arange(counts.size), counts)
         is_bad = counts > 0

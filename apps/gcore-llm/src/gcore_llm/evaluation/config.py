@@ -87,5 +87,5 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
         for settings in map(self.of_set, ["", *names]):
             reason = "1 with a reward_model.judge.method that compares responses"
             settings.require("n", settings.n == 1 or not compares, reason)
-            has_top_k = settings.top_k > 0 or settings.n == 0
-            settings.require("top_k", has_top_k or not needs_top_k, NEEDS_TOP_K)
+            is_drawn = needs_top_k and settings.n
+            settings.require("top_k", settings.top_k > 0 or not is_drawn, NEEDS_TOP_K)

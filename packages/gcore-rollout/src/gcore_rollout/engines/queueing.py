@@ -162,11 +162,9 @@ class QueuedSample(Generic[RequestT, SampleT]):
         if kept or kept_counts is not None:
             if kept_counts is None or kept_ids is None:
                 kept_counts = np.zeros(self.prefix_length, np.int32)
-                kept_ids = np.zeros(0, np.int32)
-            new_counts = np.zeros(token_ids.size, np.int32)
-            if kept:
-                new_counts[:] = [ids.size for ids in kept]
-            kept_counts = np.concatenate([kept_counts, new_counts], dtype=np.int32)
+                kept_ids = kept_counts[:0]
+            new_counts = [ids.size for ids in kept] or [0] * token_ids.size
+            kept_counts = np.append(kept_counts, new_counts).astype(np.int32)
             kept_ids = np.concatenate([kept_ids, *kept], dtype=np.int32)
         completion = Completion(
             request_id=self.request.request_id,

@@ -158,20 +158,17 @@ class Head:
     ) -> None:
         """Lower the logits of tokens that some rows were not drawn from, in place."""
         counts_C = counts_N[rows]
-        is_cut_C = counts_C > 0
-        if not is_cut_C.any():
-            return
         begin = counts_N[: rows.start].sum()
-        column_K = ids_K[begin : begin + counts_C.sum()].astype(np.int64)
+        column_K = ids_K[begin : begin + counts_C.sum()]
         if self.vocab is not None:
-            column_K -= self.vocab.start
+            column_K = column_K - self.vocab.start
         row_K = np.repeat(np.arange(counts_C.size), counts_C)
         is_here_K = (column_K >= 0) & (column_K < logits_CV.shape[1])
-        device = logits_CV.device
-        place_K = on_device(row_K[is_here_K], device), on_device(column_K[is_here_K], device)
-        kept_K = logits_CV[place_K]
-        logits_CV.index_fill_(0, on_device(np.flatnonzero(is_cut_C), device), _PADDING)
-        logits_CV[place_K] = kept_K
+        place_2K = on_device(np.stack([row_K, column_K])[:, is_here_K], logits_CV.device)
+        kept_K = logits_CV[tuple(place_2K)]
+        cut = on_device(np.flatnonzero(counts_C), logits_CV.device)
+        logits_CV.index_fill_(0, cut, _PADDING)
+        logits_CV[tuple(place_2K)] = kept_K
 
     def slope(self, logits_CV: torch.Tensor) -> torch.Tensor | None:
         """Return d logits / d product, but for its constant scale / temperature; None: 1; 0 for padding."""

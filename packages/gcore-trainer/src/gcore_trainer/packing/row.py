@@ -356,19 +356,17 @@ def make_rows(
 
 def _kept_tokens(samples: MicroBatch, target_index: NDArray[np.int64]) -> KeptTokens | None:
     """Return the tokens that some of the samples' N response tokens were drawn from; an index of N is none of them."""
-    counts: list[NDArray[np.int32]] = []
-    ids: list[NDArray[np.int32]] = []
-    for sample in samples:
-        if sample.kept_counts is None or sample.kept_ids is None:
-            counts.append(np.zeros(sample.response_ids.size, np.int32))
-        else:
-            counts.append(sample.kept_counts)
-            ids.append(sample.kept_ids)
+    ids = [sample.kept_ids for sample in samples if sample.kept_ids is not None]
     if not ids:
         return None
-    counts_N1 = np.concatenate([*counts, np.zeros(1, np.int32)])
-    is_here = np.zeros(counts_N1.size, np.bool_)
-    is_here[target_index] = True
+    counts: list[NDArray[np.int32]] = []
+    for sample in samples:
+        if sample.kept_counts is None:
+            counts.append(np.zeros_like(sample.response_ids, np.int32))
+        else:
+            counts.append(sample.kept_counts)
+    counts_N1 = np.append(np.concatenate(counts), np.int32(0))
+    is_here = np.isin(np.arange(counts_N1.size), target_index)
     return counts_N1[target_index], np.concatenate(ids)[np.repeat(is_here, counts_N1)]
 
 

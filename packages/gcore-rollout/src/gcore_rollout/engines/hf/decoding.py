@@ -279,8 +279,7 @@ def sample_tokens(
     temperatures: NDArray[np.float32],
     u: NDArray[np.float64],
     *,
-    top_p: NDArray[np.float32] | None = None,
-    top_k: NDArray[np.int64] | None = None,
+    truncation: Sequence[NDArray[Any]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverting the cumulative distribution at ``u``.
 
@@ -288,7 +287,7 @@ def sample_tokens(
         logits_BV: raw logits.
         temperatures: shape [B]; rows with 0 take the arg max.
         u: shape [B], in (0, 1).
-        top_p: shape [B], with ``top_k``, as `truncate_logits` takes them; None: every token can be drawn.
+        truncation: top-p and top-k, shape [B] each, as `truncate_logits` takes them; empty: every token can be drawn.
 
     Returns:
         tokens (int64, [B]), their log-probabilities (float32, [B]) at the row's temperature (1 for greedy rows), and
@@ -301,11 +300,9 @@ def sample_tokens(
             logits_BV.device
         )
         logits_BV = logits_BV / divisors[:, None]
-    if top_p is not None and top_k is not None:
-        device = logits_BV.device
-        top_p_B = torch.from_numpy(top_p).to(device)
-        top_k_B = torch.from_numpy(top_k).to(device)
-        logits_BV = truncate_logits(logits_BV, top_p_B, top_k_B)
+    if truncation:
+        limits = [torch.from_numpy(limits_B).to(logits_BV.device) for limits_B in truncation]
+        logits_BV = truncate_logits(logits_BV, *limits)
     log_probs_BV = torch.log_softmax(logits_BV, dim=-1)
     cdf_BV = log_probs_BV.double().exp_().cumsum(dim=-1)
     threshold_B1 = torch.from_numpy(u).to(cdf_BV.device)[:, None] * cdf_BV[:, -1:]

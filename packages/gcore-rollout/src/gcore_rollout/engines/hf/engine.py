@@ -29,7 +29,7 @@ from gcore_rollout.engines.hf.decoding import (
 from gcore_rollout.engines.hf.rows import SampleRows
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.host_weights import HostWeights
-from gcore_rollout.engines.kept_tokens import kept_tokens
+from gcore_rollout.engines.kept_tokens import list_kept
 from gcore_rollout.engines.protocol import Completion, FinishReason, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     Control,
@@ -420,12 +420,10 @@ class HFEngine(QueueingEngine[Request, Completion]):
         rows = self._rows
         batch = len(rows)
         u = uniforms(rows.seeds[:batch], rows.num_sampled[:batch])
-        truncation: dict[str, Any] = {}
-        if rows.truncates:
-            truncation = {"top_p": rows.top_p[:batch], "top_k": rows.top_k[:batch]}
+        truncation = [rows.top_p[:batch], rows.top_k[:batch]] if rows.truncates else []
         temperatures = rows.temperatures[:batch]
         tokens_B, log_probs_B, log_probs_BV = decoding.sample_tokens(
-            logits_BV, temperatures, u, **truncation
+            logits_BV, temperatures, u, truncation=truncation
         )
         if truncation and self._returns_kept:
             self._keep_sets(log_probs_BV)
@@ -434,9 +432,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
 
     def _keep_sets(self, log_probs_BV: torch.Tensor) -> None:
         """Keep the tokens among which the next one of each sample is drawn; none where all are."""
-        counts_B, ids_K = kept_tokens(log_probs_BV)
-        sets = np.split(ids_K, counts_B.cumsum()[:-1])
-        for sample, ids in zip(self._rows.samples, sets, strict=True):
+        for sample, ids in zip(self._rows.samples, list_kept(log_probs_BV), strict=True):
             if sample.request.sampling.truncates:
                 self._kept.setdefault(sample, []).append(ids)
 

@@ -54,12 +54,10 @@ class SampleRows:
         indices = np.array([sample.index for sample in group])
         self.seeds[slots] = sample_seeds(group[0].request.seed, indices)
         self.temperatures[slots] = sampling.temperature
-        self.top_p[slots] = 1.0
+        self.top_p[slots] = sampling.top_p if sampling.truncates else 1
         self.top_k[slots] = ALL_TOKENS
-        if sampling.truncates:
-            self.top_p[slots] = sampling.top_p
-            if sampling.top_k > 0:
-                self.top_k[slots] = sampling.top_k
+        if sampling.truncates and sampling.top_k > 0:
+            self.top_k[slots] = sampling.top_k
         self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
         self.num_sampled[slots] = prefix_length
         self.max_tokens[slots] = sampling.max_tokens

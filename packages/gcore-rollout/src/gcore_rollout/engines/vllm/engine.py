@@ -125,7 +125,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
         self._finish = translation.finish
-        self._needs_top_k = False
+        self._needs_top_k = config.model_config.return_sampling_mask
         self._running: dict[str, QueuedSample] = {}
         self._sample_ids = count()
         self._num_checked: dict[str, int] = {}
@@ -241,6 +241,10 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 enable_expert_parallel=enable_expert_parallel,
             )
             if speculative_config is not None and on_cpu:
+                if return_sampling_mask:
+                    raise EngineModelError(
+                        "return_sampling_mask is True; expected False with a speculative_config on CPU"
+                    )
                 process.repair_rejection_sampler()
             arguments: dict[str, Any] = {
                 "model": str(path),
@@ -286,10 +290,6 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                     f"return_routed_experts is True; expected False for {path}: it takes a mixture of experts and, on "
                     "CPU, no speculative_config"
                 )
-            if return_sampling_mask and on_cpu and speculative_config:
-                raise EngineModelError(
-                    "return_sampling_mask is True; expected False with a speculative_config on CPU"
-                )
             engine = cls(
                 config,
                 shapes=shapes,
@@ -301,7 +301,6 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             if return_routed_experts:
                 layers = record_experts(engine._engine, on_cpu=on_cpu)
                 engine._finish = partial(translation.finish, layers=layers)
-            engine._needs_top_k = return_sampling_mask and not on_cpu
             if return_sampling_mask and on_cpu:
                 record_kept_tokens(engine._engine)
         engine._limits.stop_strings = StopStrings(path)
@@ -382,8 +381,6 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
     def _check_request(self, request: Request) -> None:
         self._limits.check(request)
         translation.check_temperature(request)
-        if self._needs_top_k:
-            translation.check_top_k(request)
 
     @property
     def weights_gpu(self) -> str | None:

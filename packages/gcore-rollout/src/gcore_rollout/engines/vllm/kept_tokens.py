@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore_rollout.engines.kept_tokens import kept_tokens
+from gcore_rollout.engines.kept_tokens import list_kept
 
 
 def record_kept_tokens(engine: Any) -> None:
@@ -25,14 +25,14 @@ def _record_in_sampler(worker: Any) -> None:
     sample_tokens = runner.sample_tokens
     masks: list[SamplingMaskLists] = []
 
-    def sample_and_record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sampled_B, log_probs_BV = sample(*args, **kwargs)
-        counts_B, ids_K = kept_tokens(log_probs_BV)
-        masks.append(SamplingMaskLists(ids_K, np.append(0, counts_B.cumsum())))
+    def sample_and_record(logits_BV: Any, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sampled_B, log_probs_BV = sample(logits_BV, metadata)
+        sets = list_kept(log_probs_BV)
+        ends = np.cumsum([0, *map(len, sets)])
+        masks.append(SamplingMaskLists(np.concatenate(sets), ends))
         return sampled_B, log_probs_BV
 
     def sample_and_collect(grammar_output: Any) -> Any:
-        masks.clear()
         output = sample_tokens(grammar_output)
         if masks:
             output.sampling_masks = masks.pop()

@@ -34,16 +34,6 @@ def check_temperature(request: Request) -> None:
         )
 
 
-def check_top_k(request: Request) -> None:
-    """Refuse sampling without top-k, of which vLLM's second model runner returns no sets of tokens."""
-    sampling = request.sampling
-    if sampling.temperature > 0 and sampling.top_k < 1:
-        raise RequestError(
-            f"top_k of request {request.request_id!r} is {sampling.top_k}; expected 1 or more with "
-            "return_sampling_mask, as vLLM takes it on a GPU"
-        )
-
-
 def prompt_of(
     sample: QueuedSample, vision: VisionProcessor | None, *, version: int
 ) -> "TokensInput | MultiModalInput":
