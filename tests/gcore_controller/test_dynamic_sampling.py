@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gcore_controller import Context, DynamicSampler, PromptLoader, run_inline
-from gcore_controller.rlhf.modality import SampledBatch
+from gcore_controller.rlhf.dynamic_sampling import SampledBatch
 
 
 @dataclass(frozen=True)

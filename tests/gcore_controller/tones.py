@@ -164,6 +164,8 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
 
     async def generate(self, ctx: Context[Roles], wave: Wave[int]) -> Generated[Take]:
         asked = dict(wave.prompts) | {u.prompt_index: tone for u, tone in wave.unfinished}
+        if wave.take is not None:
+            asked |= dict(await wave.take(1000))
         played = sorted(asked)[: wave.quota]
         takes: list[Take] = []
         with ctx.timer.stage("gen"):

@@ -15,7 +15,7 @@ from .errors import (
     RankCodeError as RankCodeError,
     RankError as RankError,
 )
-from .rlhf.batch_producer import DynamicSampler as DynamicSampler
+from .rlhf.dynamic_sampling import DynamicSampler as DynamicSampler
 from .rlhf.events import (
     Evaluated as Evaluated,
     Event as Event,

@@ -103,11 +103,7 @@ from .errors import (
     RolloutError as RolloutError,
     WrongWeightsError as WrongWeightsError,
 )
-from .generation import (
-    Generation as Generation,
-    GroupComparison as GroupComparison,
-    RolloutRoles as RolloutRoles,
-)
+from .generation import Generation as Generation, RolloutRoles as RolloutRoles
 from .groups import (
     Group as Group,
     LengthHistory as LengthHistory,
@@ -132,6 +128,7 @@ from .prompts import (
     Prompt as Prompt,
     PromptImages as PromptImages,
 )
+from .rewards.comparison import GroupComparison as GroupComparison
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
     ImageCompositeReward as ImageCompositeReward,

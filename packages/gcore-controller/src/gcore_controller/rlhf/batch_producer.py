@@ -1,163 +1,29 @@
-"""The half of the loop that samples: waves of prompts until a step has its groups.
-
-Dynamic sampling is that of DAPO (arXiv 2503.14476, section 3.2) and G-Core (arXiv 2507.22789): a group whose responses
-all score alike has no gradient, so other prompts are drawn in its place. Controllers sample on their own and meet once
-a wave, to count.
-"""
+"""The half of the loop that samples: waves of prompts until a step has its groups."""
 
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
-from itertools import chain
-from typing import Any, Generic, TypeVar
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from typing import Any, Generic
 
-from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context, DeviceWork
 from gcore_controller.rlhf.curriculum import Curriculum
+from gcore_controller.rlhf.dynamic_sampling import DynamicSampler, SampledBatch
 from gcore_controller.rlhf.events import Round
+from gcore_controller.rlhf.exchange import exchange, gather_all
 from gcore_controller.rlhf.modality import (
     Generated,
     GroupT,
     Modality,
-    PromptGroup,
     PromptT,
     RLHFConfig,
     RolesT,
-    SampledBatch,
     TrainingBatch,
     Wave,
 )
 from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
 from gcore_controller.rlhf.tail_batching import TailBatching
 from gcore_controller.trainer_group import State
-
-T = TypeVar("T")
-
-SampleWave = Callable[[int], Awaitable[list[GroupT]]]
-"""Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
-groups worth keeping. The number is 0 or less in one of the ``min_waves`` of a step that has all its groups: it is then
-that of groups for the next step, negated."""
-
-
-@dataclass(kw_only=True)
-class DynamicSampler(Generic[GroupT]):
-    """Fills a global quota from waves sized by a running estimate of the acceptance rate.
-
-    The groups of a step are those by the oldest weights, and among these of the lowest prompt indices: where all are by
-    the same weights, which are chosen depends neither on the number of controllers nor on their speed. Groups beyond
-    the quota are the ``surplus`` of the next step. A caller that trains only on samples of the present weights must
-    remove them.
-
-    Example:
-        >>> import asyncio
-        >>> from types import SimpleNamespace
-        >>> indices = iter(range(100))
-        >>> async def sample_wave(count):
-        ...     groups = [SimpleNamespace(prompt_index=next(indices), oldest_version=0) for _ in range(count)]
-        ...     return [group for group in groups if group.prompt_index % 3]  # those with a signal
-        >>> sampler = DynamicSampler(group=InlineCollectives(), max_waves=5)
-        >>> batch = asyncio.run(sampler.collect(4, sample_wave))
-        >>> [group.prompt_index for group in batch.groups], batch.num_waves, batch.num_sampled
-        ([1, 2, 4, 5], 2, 7)
-    """
-
-    group: Collectives
-    max_waves: int
-    """Most waves of a step; after them the step has fewer groups than its quota."""
-    surplus: list[GroupT] = field(default_factory=list[GroupT])
-    acceptance: float = 1.0
-    """Running estimate of the share of prompts that carry a signal."""
-
-    async def collect(
-        self, quota: int, sample_wave: SampleWave[GroupT], *, min_waves: int = 0
-    ) -> SampledBatch[GroupT]:
-        """Collect the groups of a step; every controller must call it with the same quota and number of waves."""
-        mine = self.surplus
-        self.surplus = []
-        places = await _gather_all(self.group, [_place(g) for g in mine])
-        num_waves = 0
-        num_sampled = 0
-        num_kept = 0
-        while num_waves < min_waves or (len(places) < quota and num_waves < self.max_waves):
-            # What is missing over the acceptance rate, at most a whole quota.
-            num_missing = quota - len(places)
-            if num_missing > 0:
-                num_missing /= max(self.acceptance, 1e-3)
-            wave_sampled = math.ceil(min(num_missing, float(quota)))
-            mine += await sample_wave(wave_sampled)
-            num_before = len(places)
-            places = await _gather_all(self.group, [_place(g) for g in mine])
-            num_new = len(places) - num_before
-            num_waves += 1
-            num_kept += num_new
-            if wave_sampled > 0:
-                num_sampled += wave_sampled
-                # A wave may also complete groups that were started in an earlier step.
-                accepted = min(num_new / wave_sampled, 1.0)
-                self.acceptance += 0.3 * (accepted - self.acceptance)
-        chosen = {index for _, index in sorted(places)[:quota]}
-        groups: list[GroupT] = []
-        for entry in sorted(mine, key=lambda g: g.prompt_index):
-            if entry.prompt_index in chosen:
-                groups.append(entry)
-            else:
-                self.surplus.append(entry)
-        return SampledBatch(
-            groups=groups,
-            num_groups=len(chosen),
-            num_waves=num_waves,
-            num_sampled=num_sampled,
-            num_kept=num_kept,
-        )
-
-    def state(self, encode: Callable[[GroupT], Any]) -> dict[str, Any]:
-        """Return the acceptance estimate and this controller's surplus groups, each encoded by ``encode``."""
-        return {"acceptance": self.acceptance, "surplus": [encode(g) for g in self.surplus]}
-
-    def load_state(self, state: dict[str, Any], decode: Callable[[Any], GroupT]) -> None:
-        """Restore `state`."""
-        self.acceptance = state["acceptance"]
-        self.surplus = [decode(g) for g in state["surplus"]]
-
-
-def _place(group: PromptGroup) -> tuple[int, int]:
-    """Return what groups are sorted by to be trained on."""
-    version = group.oldest_version
-    return (-1 if version is None else version), group.prompt_index
-
-
-async def exchange(
-    groups: Sequence[GroupT],
-    costs: Sequence[float],
-    *,
-    balance: Callable[[list[float], int], Sequence[Sequence[int]]],
-    group: Collectives,
-) -> list[GroupT]:
-    """Redistribute all controllers' groups so that each gets about the same cost; see `Modality.balance`.
-
-    The first controller computes the assignment, since all controllers may share one process. Only groups that change
-    owners are sent. Returns this controller's new share, by prompt index.
-    """
-    mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
-    everyones = sorted(await _gather_all(group, mine))
-    parts = None
-    if group.rank == 0:
-        parts = balance([cost for _, cost in everyones], group.world_size)
-    owners: dict[int, int] = {}
-    for rank, part in enumerate(await group.broadcast(parts)):
-        for i in part:
-            owners[everyones[i][0]] = rank
-    outgoing: list[list[GroupT]] = [[] for _ in range(group.world_size)]
-    for entry in groups:
-        outgoing[owners[entry.prompt_index]].append(entry)
-    incoming = await group.all_to_all(outgoing)
-    return sorted(chain.from_iterable(incoming), key=lambda g: g.prompt_index)
-
-
-async def _gather_all(group: Collectives, values: list[T]) -> list[T]:
-    """Return the values of all controllers in one list, in rank order."""
-    return list(chain.from_iterable(await group.all_gather(values)))
 
 
 @dataclass(eq=False)
@@ -256,7 +122,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             # The next step has other weights.
             if self._tail is not None:
                 surplus = [group.prompt_index for group in sampler.surplus]
-                self._tail.finish(await _gather_all(ctx.group, surplus))
+                self._tail.finish(await gather_all(ctx.group, surplus))
             else:
                 num_stale += len(sampler.surplus)
             sampler.surplus = []
@@ -266,7 +132,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
                 (self._loader.locate(group.prompt_index), list(map(float, group.scores)))
                 for group in self._wave_groups
             ]
-            self._curriculum.record(sorted(await _gather_all(ctx.group, scores)))
+            self._curriculum.record(sorted(await gather_all(ctx.group, scores)))
             metrics |= self._curriculum.metrics()
         with ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
@@ -359,29 +225,27 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     async def _continue_groups(self, count: int) -> tuple[Generated[GroupT], int]:
         """Continue unfinished groups, and start others, until ``count`` groups over all controllers are complete.
 
-        With the schedule async, a prompt starts when the engine has capacity for it. Returns the number of this
-        controller's prompts, too.
+        A prompt starts when the engine has capacity for it. Returns the number of this controller's prompts, too.
         """
         group = self.ctx.group
-        config = self.config
         unfinished = [(entry, self._loader.row(entry.prompt_index)) for entry in self._unfinished]
         num_unfinished = int(await group.all_reduce(len(unfinished)))
-        num_started = 0
         num_draws = 0
         drawn: list[tuple[int, PromptT]] = []
+        started: list[tuple[int, PromptT]] = []
 
         async def take(num_wanted: int) -> Sequence[tuple[int, PromptT]]:
-            nonlocal num_started, num_draws
+            nonlocal num_draws
             num_startable = self._num_usable(count) - num_unfinished
             num_allowed = len(range(group.rank, num_startable, group.world_size))
-            num_new = max(0, min(num_wanted, num_allowed - num_started))
+            num_new = max(0, min(num_wanted, num_allowed - len(started)))
             while len(drawn) < num_new:
                 # This controller's next one in the order of all.
                 drawn.extend(self._loader.take(group.world_size))
                 num_draws += 1
             prompts = drawn[:num_new]
             del drawn[:num_new]
-            num_started += num_new
+            started.extend(prompts)
             return prompts
 
         wave = Wave[PromptT](
@@ -389,18 +253,14 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             unfinished=unfinished,
             quota=max(0, math.ceil(count / group.world_size)),
             take=take,
-            may_stop=self._are_in_time if config.partial_rollout == "wait" else None,
+            may_stop=self._are_in_time if self.config.partial_rollout == "wait" else None,
         )
-        if config.schedule != "async":
-            most = math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished
-            prompts = await take(len(range(group.rank, most, group.world_size)))
-            wave = replace(wave, prompts=prompts, take=None)
         generated = await self.modality.generate(self.ctx, wave)
         # Others may have taken more of theirs.
         most = max(await group.all_gather(num_draws))
         drawn += self._loader.take((most - num_draws) * group.world_size)
-        self._loader.give_back(await _gather_all(group, [index for index, _ in drawn]))
-        return generated, len(unfinished) + num_started
+        self._loader.give_back(await gather_all(group, [index for index, _ in drawn]))
+        return generated, len(unfinished) + len(started)
 
     @property
     def _version_of_use(self) -> int:
@@ -415,12 +275,17 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     def _num_usable(self, count: int) -> int:
         """Return how many groups can be trained on: ``count`` in this step, and others while they are young enough.
 
-        With "wait" these are the groups of all steps that the present weights are young enough for.
+        With "wait" these are the groups of all steps that the present weights are young enough for. Where sampling
+        pauses after the step, they are not more than `over_sample_rate` says.
         """
+        config = self.config
         num_later = self._max_staleness
-        if self.config.partial_rollout == "wait":
+        if config.partial_rollout == "wait":
             num_later = self.ctx.roles.policy.weight_version - self._oldest_allowed
-        return count + num_later * self.config.train_batch_size
+        num_usable = count + num_later * config.train_batch_size
+        if config.schedule == "async":
+            return num_usable
+        return min(num_usable, math.ceil(count * (1 + config.over_sample_rate)))
 
     def _are_in_time(self, versions: Sequence[int]) -> bool:
         """Return whether groups that started with these versions can wait for later batches.
@@ -449,7 +314,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         for group in stale:
             self.modality.drop(group)
         indices = [group.prompt_index for group in stale]
-        self._loader.give_back(await _gather_all(self.ctx.group, indices))
+        self._loader.give_back(await gather_all(self.ctx.group, indices))
         return len(stale)
 
     def _check_versions(self, groups: list[GroupT]) -> None:

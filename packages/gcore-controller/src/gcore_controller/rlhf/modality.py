@@ -161,8 +161,7 @@ class Wave(Generic[PromptT]):
     are completed, too. None: any may."""
     take: Callable[[int], Awaitable[Sequence[tuple[int, PromptT]]]] | None = None
     """Returns at most so many further prompts, to be called whenever the engine has capacity; none: the wave is
-    complete, or with a quota there may be some later. Only where `Modality.takes_prompts`, and with partial rollout in
-    the schedule async."""
+    complete, or with a quota there may be some later. Only where `Modality.takes_prompts`, and with partial rollout."""
     max_length: int | None = None
     """Length at which a sample defers its prompt, with tail batching, in the unit of `Modality.longest`."""
 
@@ -187,21 +186,6 @@ class Generated(Generic[GroupT]):
     """Groups some of whose samples were cut short, to be continued in a later step, with partial rollout."""
     deferred: Sequence[int] = ()
     """Prompt indices of groups with a sample that reached `Wave.max_length`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampledBatch(Generic[GroupT]):
-    """The result of dynamic sampling for one step."""
-
-    groups: list[GroupT]
-    """This controller's part of the step's groups, by prompt index."""
-    num_groups: int
-    """Groups of the step over all controllers; below the quota only if the waves ran out."""
-    num_waves: int
-    num_sampled: int
-    """Prompts sampled over all controllers."""
-    num_kept: int
-    """Sampled prompts whose groups carried a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
