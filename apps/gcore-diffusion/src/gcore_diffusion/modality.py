@@ -339,7 +339,8 @@ def _samples(
         )
         samples.append(sample)
     fraction = config.algorithm.timestep_fraction
-    if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
+    # It is 1 for algorithms of no recorded steps, or of all.
+    if fraction == 1:
         return samples
     num_steps = samples[0].num_steps
     count = max(1, round(fraction * num_steps))

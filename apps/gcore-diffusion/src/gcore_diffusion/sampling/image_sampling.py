@@ -219,9 +219,8 @@ def has_log_probs(config: DiffusionConfig) -> bool:
 
 def has_reference_pass(config: DiffusionConfig) -> bool:
     """Return whether the reference's means, or a teacher's, are needed before the first update of a step."""
-    if config.algorithm.name == "opd":
-        return True
-    return bool(config.actor.loss.kl_loss_coef) and has_log_probs(config)
+    has_kl = bool(config.actor.loss.kl_loss_coef) and has_log_probs(config)
+    return has_kl or config.algorithm.name == "opd"
 
 
 def has_old_pass(config: DiffusionConfig) -> bool:

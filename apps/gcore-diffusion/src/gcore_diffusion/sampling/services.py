@@ -220,8 +220,7 @@ def _label(setting: str, name: str) -> str:
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient."""
     function = config.reward.find_reward(config.reward.kind).kind
-    is_url = function.startswith(("http://", "https://"))
-    if config.algorithm.name != "reward_gradient" or ":" not in function or is_url:
+    if config.algorithm.name != "reward_gradient" or ".py:" not in function:
         return None
     return load_function(function, setting="reward.kind")
 

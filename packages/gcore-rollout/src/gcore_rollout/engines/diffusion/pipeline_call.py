@@ -105,15 +105,14 @@ class PipelineCall:
         else:
             options["class_labels"] = [self._parse_class(prompt) for prompt in prompts]
         options |= self._guidance_arguments(sampling, len(options.get("prompt", ())))
-        makes_pixels = has_decoder and sampling.decodes
         # The first field is called images or frames.
         output: torch.Tensor = self._pipeline(
             **options,
             generator=list(generators),
             num_inference_steps=sampling.num_inference_steps,
-            output_type="pt" if makes_pixels else "latent",
+            output_type="pt" if has_decoder and sampling.decodes else "latent",
         )[0]
-        if has_decoder and not makes_pixels:
+        if has_decoder and not sampling.decodes:
             return np.zeros((len(requests), 0, 0, 3), np.uint8)
         pixels = output.float()
         if not has_decoder:
