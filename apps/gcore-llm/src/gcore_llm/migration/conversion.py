@@ -296,3 +296,8 @@ def number_of(conversion: Conversion, name: str) -> float:
             f"{name} is {value!r}; expected a number, such as by {name}=NUMBER after the config's name"
         )
     return value
+
+
+def count_of(conversion: Conversion, name: str) -> int:
+    """Return the number of a key, rounded down; `UserError` if it is none."""
+    return int(number_of(conversion, name))

@@ -13,6 +13,7 @@ from gcore_llm.migration.conversion import (
     Conversion,
     as_list,
     convert_trackers,
+    count_of,
     folder_name,
     number_of,
 )
@@ -235,16 +236,16 @@ def sampled_batches(c: Conversion) -> int:
     device = "per_device_train_batch_size"
     steps = "gradient_accumulation_steps"
     per_pass = int(number_of(c, device) * number_of(c, "num_processes"))
-    per_update = per_pass * int(number_of(c, steps))
+    per_update = per_pass * count_of(c, steps)
     factors = [device, "num_processes", steps]
     per_wave = per_update
     if c.has("generation_batch_size"):
         factors = ["generation_batch_size"]
-        per_wave = int(number_of(c, "generation_batch_size"))
+        per_wave = count_of(c, "generation_batch_size")
     elif c.has("steps_per_generation"):
         factors = [device, "num_processes", "steps_per_generation"]
-        per_wave = per_pass * int(number_of(c, "steps_per_generation"))
-    group = int(number_of(c, "num_generations"))
+        per_wave = per_pass * count_of(c, "steps_per_generation")
+    group = count_of(c, "num_generations")
     if per_wave % group:
         raise UserError(
             f"num_generations is {group}; expected a divisor of the {per_wave} completions of {' x '.join(factors)}; "
@@ -266,12 +267,12 @@ def sampled_batches(c: Conversion) -> int:
     tokens = longest + c.settings["data.max_response_length"]
     c.put(
         "actor.ppo_max_token_len",
-        max(tokens * int(number_of(c, device)), tokens),
+        max(tokens * count_of(c, device), tokens),
         device,
         "max_completion_length",
     )
     c.put("data.apply_chat_template", "never", "dataset_name")
-    updates = math.ceil(per_wave / per_update) * int(number_of(c, "num_iterations"))
+    updates = math.ceil(per_wave / per_update) * count_of(c, "num_iterations")
     if number_of(c, "max_steps") > 0:
         c.put(
             "trainer.total_training_steps",
@@ -289,7 +290,7 @@ def sampled_batches(c: Conversion) -> int:
 def rows(c: Conversion, method: str) -> None:
     """Convert batches and losses of the trainers that do not sample."""
     names = ("per_device_train_batch_size", "num_processes", "gradient_accumulation_steps")
-    c.put("data.train_batch_size", math.prod(int(number_of(c, name)) for name in names), *names)
+    c.put("data.train_batch_size", math.prod(count_of(c, name) for name in names), *names)
     c.copy("max_length")
     longest = number_of(c, "max_length")
     if method != "sft":
@@ -327,7 +328,7 @@ def rows(c: Conversion, method: str) -> None:
 
 def rollout(c: Conversion) -> None:
     """Convert generation."""
-    world = int(number_of(c, "num_processes"))
+    world = count_of(c, "num_processes")
     c.copy("temperature", "top_p", "top_k")
     c.put("rollout.engine", "vllm" if c.get("use_vllm") else "hf", "use_vllm")
     c.put("algorithm.old_log_probs", "trainer", "vllm_importance_sampling_correction")
@@ -341,7 +342,7 @@ def rollout(c: Conversion) -> None:
     if mode == "server":
         c.notes["vllm_mode"] = "a run starts its engines; rollout.num_processes is how many"
     if world > 1:
-        engines = max(1, world // int(number_of(c, "vllm_tensor_parallel_size")))
+        engines = max(1, world // count_of(c, "vllm_tensor_parallel_size"))
         c.put("runtime", "ray", "num_processes")
         c.put("rollout.num_processes", engines, "num_processes", "vllm_tensor_parallel_size")
         c.put("rollout.colocated", mode == "colocate", "vllm_mode")

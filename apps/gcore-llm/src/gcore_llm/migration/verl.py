@@ -12,6 +12,7 @@ from gcore_llm.migration.conversion import (
     Conversion,
     as_list,
     convert_trackers,
+    count_of,
     folder_name,
     number_of,
 )
@@ -121,29 +122,29 @@ def batches(c: Conversion) -> int:
     epochs = f"{ACTOR}.ppo_epochs"
     c.copy(mini, epochs)
     longest = int(number_of(c, "data.max_prompt_length") + number_of(c, "data.max_response_length"))
-    ranks = int(number_of(c, _ulysses(c)))
+    ranks = count_of(c, _ulysses(c))
     per_gpu = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     of_all_gpus = f"{ACTOR}.ppo_micro_batch_size"
     is_dynamic = f"{ACTOR}.use_dynamic_bsz"
     if c.get(is_dynamic) or not c.has(per_gpu, of_all_gpus):
         name = f"{ACTOR}.ppo_max_token_len_per_gpu"
-        size = int(number_of(c, name)) * ranks
+        size = count_of(c, name) * ranks
     else:
         name = per_gpu
         gpus = 1
         if not c.has(per_gpu):
             name = of_all_gpus
             gpus = _world(c)
-        size = max(1, int(number_of(c, name)) // gpus) * longest
+        size = max(1, count_of(c, name) // gpus) * longest
         c.notes[name] = f"as many tokens as its samples have at most, {longest} each"
     c.put("actor.ppo_max_token_len", max(size, longest), name, is_dynamic)
     if _is_fully_async(c):
-        fetched = int(number_of(c, _FETCHED))
-        size = int(number_of(c, _SYNC_STEPS)) * fetched * int(number_of(c, mini))
+        fetched = count_of(c, _FETCHED)
+        size = count_of(c, _SYNC_STEPS) * fetched * count_of(c, mini)
         c.put(prompts, size, _SYNC_STEPS, _FETCHED, mini)
         c.notes[prompts] = f"0 in verl, which streams prompts; weights are new after {size}"
-        return fetched * int(number_of(c, epochs))
-    return math.ceil(number_of(c, prompts) / number_of(c, mini)) * int(number_of(c, epochs))
+        return fetched * count_of(c, epochs)
+    return math.ceil(number_of(c, prompts) / number_of(c, mini)) * count_of(c, epochs)
 
 
 def model(c: Conversion) -> None:
@@ -189,12 +190,12 @@ def layout(c: Conversion) -> None:
         c.put("actor.offload", "optimizer" if c.get(of_optimizer) else "none", of_optimizer)
         return
     name = _ulysses(c)
-    ranks = int(number_of(c, name))
+    ranks = count_of(c, name)
     if ranks > 1:
         c.put("trainer.parallel.context_parallel_size", ranks, name)
         c.put("trainer.parallel.ulysses_sequence_parallel_size", ranks, name)
     fsdp_size = f"{ACTOR}.fsdp_config.fsdp_size"
-    shards = int(number_of(c, fsdp_size))
+    shards = count_of(c, fsdp_size)
     if not 0 < shards < _world(c):
         shards = 0
     c.put("trainer.parallel.fsdp_size", shards, fsdp_size)
@@ -228,7 +229,7 @@ def rollout(c: Conversion) -> None:
     c.copy(f"{ROLLOUT}.n", f"{ROLLOUT}.temperature", f"{ROLLOUT}.max_num_seqs")
     c.copy(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
-    gpus_per_engine = int(number_of(c, tensor_size))
+    gpus_per_engine = count_of(c, tensor_size)
     if engine == "vllm":
         c.put("rollout.tensor_parallel_size", gpus_per_engine, tensor_size)
         _engine_options(c)
@@ -242,7 +243,7 @@ def rollout(c: Conversion) -> None:
         world = int(number_of(c, nodes) * number_of(c, gpus))
         engines = max(1, world // gpus_per_engine)
         c.put("rollout.num_processes", engines, nodes, gpus, tensor_size)
-        c.put("controllers", min(engines, int(number_of(c, nodes))), nodes)
+        c.put("controllers", min(engines, count_of(c, nodes)), nodes)
         if not is_fully_async and c.get("trainer.v1.trainer_mode") != "separate_async":
             c.put("rollout.colocated", True, "trainer.v1.trainer_mode")
     val = f"{ROLLOUT}.val_kwargs"
@@ -320,7 +321,7 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     share = f"{theirs}.lr_warmup_steps_ratio"
     total = c.get("trainer.total_training_steps")
     if number_of(c, steps) > 0:
-        c.put(f"{ours}.lr_warmup_steps", int(number_of(c, steps)) * updates, steps)
+        c.put(f"{ours}.lr_warmup_steps", count_of(c, steps) * updates, steps)
         c.notes[steps] = f"in updates, of which a step has {updates}"
     elif c.get(share) and total:
         c.put(
@@ -432,7 +433,7 @@ def run(c: Conversion) -> None:
     steps = "trainer.total_training_steps"
     rollouts = "rollout.total_rollout_steps"
     if _is_fully_async(c):
-        length = int(number_of(c, rollouts)) // c.settings["data.train_batch_size"]
+        length = count_of(c, rollouts) // c.settings["data.train_batch_size"]
         c.put(steps, max(1, length), rollouts)
         c.notes["trainer.total_epochs"] = (
             f"{rollouts} is set; verl ends after so many epochs, if these are fewer steps"

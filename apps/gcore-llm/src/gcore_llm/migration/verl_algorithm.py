@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gcore_llm.migration.conversion import NEVER, Conversion, as_list, number_of
+from gcore_llm.migration.conversion import NEVER, Conversion, as_list, count_of, number_of
 
 ACTOR = "actor_rollout_ref.actor"
 ASYNC = "async_training"
@@ -36,7 +36,7 @@ def algorithm(c: Conversion) -> None:
     c.put(filters, bool(c.get(f"{filters}.enable")), f"{filters}.enable")
     if c.get(f"{filters}.enable"):
         waves = f"{filters}.max_num_gen_batches"
-        c.put("algorithm.max_num_gen_batches", int(number_of(c, waves)) or NEVER, waves)
+        c.put("algorithm.max_num_gen_batches", count_of(c, waves) or NEVER, waves)
     bypass = next(filter(c.get, BYPASSES), BYPASSES[0])
     c.put("algorithm.old_log_probs", "rollout" if c.get(bypass) else "trainer", bypass)
     recomputes = f"{ASYNC}.compute_prox_log_prob"
