@@ -37,8 +37,9 @@ from gcore_rollout import (
     make_winner_parser,
     visible_gpus,
 )
-from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
+from gcore_runs import UserError, build_tokenizer, check_model, model_folder
 from gcore_runs.engines import DRAFT_MODEL, NO_INSTRUMENTATION, Instrumentation, device_options
+from gcore_runs.inputs import eos_token_ids
 from gcore_runs.settings.sections import EngineConfig
 
 

@@ -56,14 +56,13 @@ from gcore_runs import (
     UserError,
     build_tokenizer,
     check_model,
-    eos_token_ids,
     model_folder,
     resolve,
     start_inline_backend,
     with_adapter,
 )
 from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers
-from gcore_runs.inputs import count_parameters, max_sequence_length
+from gcore_runs.inputs import count_parameters, eos_token_ids, max_sequence_length
 from gcore_runs.loop.best import best_step
 from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import merge_lora, read_adapters

@@ -13,7 +13,6 @@ from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,
     columns as columns,
-    eos_token_ids as eos_token_ids,
     hold_out as hold_out,
     image_sources as image_sources,
     mix_sets as mix_sets,

@@ -78,7 +78,8 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> RunRe
 
 def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     """Check that the config names a model and data, and return the model's tokenizer and the encoder of rows."""
-    from gcore_runs import build_tokenizer, check_model, eos_token_ids
+    from gcore_runs import build_tokenizer, check_model
+    from gcore_runs.inputs import eos_token_ids
 
     if not config.task.name and not config.data.train_files:
         raise UserError(
@@ -130,7 +131,7 @@ def _padding_token(tokenizer: Any, model: Path) -> str:
 
     transformers scores the last token that is no padding, and refuses batches without a padding token.
     """
-    from gcore_runs import eos_token_ids
+    from gcore_runs.inputs import eos_token_ids
 
     ends = eos_token_ids(tokenizer, model)
     special = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]

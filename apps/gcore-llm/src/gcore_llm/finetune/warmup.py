@@ -14,7 +14,8 @@ from gcore_llm.finetune.data import Row
 from gcore_llm.prompts import PromptSets
 from gcore_llm.sections import WarmupConfig
 from gcore_llm.tiny_model import make_tiny_model
-from gcore_runs import Display, RunFolder, eos_token_ids, write_atomically, write_jsonl
+from gcore_runs import Display, RunFolder, write_atomically, write_jsonl
+from gcore_runs.inputs import eos_token_ids
 from gcore_runs.run_folder import append_json
 from gcore_trainer import OptimizerConfig, Sample
 
