@@ -175,7 +175,8 @@ class Votes:
 
 async def test_a_judge_of_the_page_writes_its_own_principles(tmp_path: Path, tiny: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/how-to/own-reward.md").read_text()
-    _, _, section = page.partition("**Principles of the judge's own.**")
+    _, _, rest = page.partition("**Principles of the judge's own.**")
+    section, _, _ = rest.partition("\n## ")
     [template, settings] = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     (tmp_path / "principles.txt").write_text(template)
     settings = settings.replace("principles.txt", str(tmp_path / "principles.txt"))
@@ -470,11 +471,11 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
-            "reward_model.judge.method is 'all_pairs'; expected score or rubric with several turns, because one",
+            "reward_model.judge.method is 'all_pairs'; expected score, rubric or steps with several turns, because",
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
-            "reward_model.judge.method is 'all_pairs'; expected score or rubric with algorithm.adv_estimator 'remax',",
+            "reward_model.judge.method is 'all_pairs'; expected score, rubric or steps with algorithm.adv_estimator ",
         ),
         (
             ["--reward-model.judge.pairwise", "True"],

@@ -150,7 +150,7 @@ def test_a_judge_of_steps(cli: Cli, own_args: list[str], tiny: Path) -> None:
         ),
         (
             ["--reward-model.kind", "classifier", "--reward-model.step-separator", ""],
-            "reward_model.step_separator is ''; expected a text",
+            "reward_model.step_separator is ''; expected one or more characters",
         ),
     ],
 )

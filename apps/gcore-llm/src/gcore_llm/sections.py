@@ -401,7 +401,7 @@ class RewardModelConfig(Checked, section="reward_model"):
     steps: Literal["min", "product", "last", "mean"] = "min"
     """How the scores of a response's steps become the model's score of it. With algorithm.adv_estimator grpo_process
     the policy learns from those of the steps instead, where the reward function's score is added to the last step's."""
-    step_separator: Annotated[str, Bound(bool, "a text")] = "\n\n"
+    step_separator: Annotated[str, Bound(bool, "one or more characters")] = "\n\n"
     """The text between steps."""
     step_end: str = ""
     """The text after each step, as a classifier reads it, at whose last token it scores the step, such as <extra_0>;
