@@ -117,6 +117,7 @@ async def test_engine_and_trainer_have_the_distribution_of_transformers(
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     for sample, log_probs in zip(samples, ours, strict=True):
         expected = by_hand(reference, sample)
+        assert sample.rollout_log_probs is not None
         np.testing.assert_allclose(sample.rollout_log_probs, expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(log_probs, expected, rtol=0, atol=1e-5)
     whole = [replace(sample, kept_counts=None, kept_ids=None) for sample in samples]
