@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import Floats, check_above_0
+from gcore_placement.quantities import Floats, Ints, check_above_0
 
 _NUM_ITERATIONS = 200
 
@@ -88,23 +88,21 @@ def predict_ages(
     if update_s >= step_s:
         shares = (ages == max_staleness).astype(float)
         return PredictedAges(step_s=update_s, shares=shares, stale_share=0.0)
-    if strategy == "drop":
-        for _ in range(_NUM_ITERATIONS):
-            kept_share = 1 - _share_older(times_N + update_s, step_s, max_staleness)
-            busy_s = _mean_time_in_flight(times_N, max_staleness * step_s - update_s, step_s)
-            step_s = max(update_s, slot_s * busy_s / max(kept_share, 1e-9))
-    older = [_share_older(times_N + update_s, step_s, age) for age in ages.tolist()]
-    shares = np.array([1.0, *older[:-1]]) - older
-    stale_share = older[-1]
+    older = _shares_older(times_N + update_s, step_s, ages)
     if strategy == "wait":
-        shares[-1] += stale_share
-        stale_share = 0.0
-    return PredictedAges(step_s=step_s, shares=shares / shares.sum(), stale_share=stale_share)
+        older[-1] = 0.0
+    else:
+        for _ in range(_NUM_ITERATIONS):
+            busy_s = _mean_time_in_flight(times_N, max_staleness * step_s - update_s, step_s)
+            step_s = max(update_s, slot_s * busy_s / max(1 - float(older[-1]), 1e-9))
+            older = _shares_older(times_N + update_s, step_s, ages)
+    shares = np.append(1.0, older[:-1]) - older
+    return PredictedAges(step_s=step_s, shares=shares / shares.sum(), stale_share=float(older[-1]))
 
 
-def _share_older(times_N: Floats, step_s: float, age: int) -> float:
+def _shares_older(times_N: Floats, step_s: float, ages: Ints) -> Floats:
     """Return P(age > a) of groups that are never dropped, from L + U."""
-    return float(np.clip(times_N / step_s - age, 0, 1).mean())
+    return np.clip(times_N / step_s - ages[:, None], 0, 1).mean(axis=1)
 
 
 def _mean_time_in_flight(times_N: Floats, first_s: float, step_s: float) -> float:
