@@ -10,6 +10,7 @@ NOT_HERE = ("runs/default/", "src/gcore_x/")
 """Paths of a run, and of a package to come."""
 CHANGES = (
     "policy loss",
+    "loss of image models",
     "advantage estimator",
     "engine",
     "API of agents",

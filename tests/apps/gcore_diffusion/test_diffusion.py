@@ -246,7 +246,9 @@ def test_every_algorithm_runs(cli: Cli, small_args: list[str], name: str) -> Non
         assert all(np.isfinite(value) for value in row.values())
 
 
-def test_a_run_learns_from_the_export_of_another(cli: Cli, small_args: list[str]) -> None:
+def test_a_run_learns_from_the_export_of_another(
+    cli: Cli, small_args: list[str], tmp_path: Path
+) -> None:
     """By steps with noise and without, whole and by adapters; the reward is only measured."""
     cli.ok(*small_args, "--actor.optim.lr", "0.003", "--name", "teacher")
     teacher = str(cli.cwd / "runs/teacher/export")
@@ -263,6 +265,9 @@ def test_a_run_learns_from_the_export_of_another(cli: Cli, small_args: list[str]
     assert "algorithm.options.teacher is ''; expected the folder of a pipeline" in refused.err
     refused = cli(*small_args, *opd, "--algorithm.options.teacher", str(cli.cwd))
     assert f"{cli.cwd} has no model_index.json" in refused.err
+    other = str(ddim_pipeline(tmp_path / "other"))
+    refused = cli(*small_args, *opd, "--algorithm.options.teacher", other)
+    assert "expected a pipeline with a SD3Transformer2DModel" in " ".join(refused.err.split())
 
 
 def test_a_run_starts_from_the_adapters_of_another(cli: Cli, own_args: list[str]) -> None:
