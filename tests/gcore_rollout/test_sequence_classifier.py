@@ -32,6 +32,16 @@ from gcore_rollout.rewards.kinds.sequence_classifier import (
 )
 
 PAD = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "initializer_range": 0.2,
+}
 TEXTS = [
     "a",
     "the cat",
@@ -50,17 +60,7 @@ def encode(prompt: str, completion: str) -> list[int]:
 
 def model_of(kind: str = "qwen2", **fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "num_labels": 1,
-        "pad_token_id": PAD,
-        "initializer_range": 0.2,
-    } | fields
+    sizes = SIZES | {"num_labels": 1} | fields
     if kind == "bert":
         model: Any = BertForSequenceClassification(BertConfig(**sizes))
     else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from test_sequence_classifier import encode, make_tokenizer
+from test_sequence_classifier import SIZES, encode, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -38,17 +38,7 @@ ANSWERS = ["2 and 2\n\nis 4\n\nso 4", "4", "", "\n\n\n\nno\n\n \n\nyes\n\n", "a\
 
 def model_of(kind: str = "qwen3", **fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "num_labels": 2,
-        "pad_token_id": 3,
-        "initializer_range": 0.2,
-    } | fields
+    sizes = SIZES | {"num_labels": 2} | fields
     if kind == "bert":
         return BertForTokenClassification(BertConfig(**sizes)).eval()
     config = Qwen3Config(num_key_value_heads=2, head_dim=8, **sizes)

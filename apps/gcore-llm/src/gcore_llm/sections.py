@@ -457,11 +457,6 @@ class RewardModelConfig(Checked, section="reward_model"):
         return {judge.role: judge.settings for judge in judges if not judge.settings.is_on_servers}
 
     @property
-    def may_score_steps(self) -> bool:
-        """True for a judge of steps, or a classifier, whose folder says whether it scores steps."""
-        return self.kind == "classifier" or (self.is_judge and self.judge.method == "steps")
-
-    @property
     def is_used(self) -> bool:
         return self.kind != "none" or bool(self.judges)
 

@@ -119,7 +119,9 @@ class AgentConfig(Checked, section="rollout.agent"):
         config.require("algorithm.adv_estimator", has_turns, expected)
         has_steps = self.credit == "turns" and not self.turn_discount
         if not config.rollout.has_several_turns:
-            has_steps = config.reward_model.may_score_steps
+            # The folder of a classifier says whether it scores steps.
+            model = config.reward_model
+            has_steps = model.kind == "classifier" or model.judge.method == "steps"
         expected = (
             "another one unless one turn is scored by a reward_model.kind classifier or reward_model.judge.method "
             "steps, or an agent's turns with rollout.agent.credit turns and turn_discount 0"
