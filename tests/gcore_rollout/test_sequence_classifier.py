@@ -60,7 +60,7 @@ def encode(prompt: str, completion: str) -> list[int]:
 
 def model_of(kind: str = "qwen2", **fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes = SIZES | {"num_labels": 1} | fields
+    sizes: dict[str, Any] = SIZES | {"num_labels": 1} | fields
     if kind == "bert":
         model: Any = BertForSequenceClassification(BertConfig(**sizes))
     else:

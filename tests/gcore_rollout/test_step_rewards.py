@@ -38,7 +38,7 @@ ANSWERS = ["2 and 2\n\nis 4\n\nso 4", "4", "", "\n\n\n\nno\n\n \n\nyes\n\n", "a\
 
 def model_of(kind: str = "qwen3", **fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes = SIZES | {"num_labels": 2} | fields
+    sizes: dict[str, Any] = SIZES | {"num_labels": 2} | fields
     if kind == "bert":
         return BertForTokenClassification(BertConfig(**sizes)).eval()
     config = Qwen3Config(num_key_value_heads=2, head_dim=8, **sizes)
