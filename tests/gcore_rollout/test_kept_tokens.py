@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from engine_oracles import (
+    EOS_TOKEN_IDS,
     VLLM_IMPORT_WARNINGS,
     VOCAB_SIZE,
     TinyModel,
     collect,
+    engine_args,
     errors,
     in_parts,
     interrupt,
@@ -21,6 +23,8 @@ from engine_oracles import (
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from gcore_rollout import Completion, EngineModelError, HFEngine, Request
+from gcore_rollout.engines.queueing import Call, QueuedSample
+from gcore_rollout.engines.vllm.translation import sampling_params
 
 ENGINES = [
     "hf",
@@ -150,6 +154,27 @@ async def test_sets_survive_aborts_pickles_and_plain_values(model: TinyModel) ->
         restored = Completion.from_state(completion.state())
         assert returned_sets(restored) == returned_sets(completion)
     await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*(mark.args[0] for mark in VLLM_IMPORT_WARNINGS))
+def test_on_a_gpu_greedy_samples_are_drawn_from_one_token() -> None:
+    """There vLLM refuses requests without a temperature or a top-k."""
+    engine_args()
+    requests = [make_request("greedy", 6, temperature=0.0), truncated_request("both", 6)]
+    settings: list[Any] = []
+    for request in requests:
+        sample = QueuedSample(call=Call(pending=1), request=request, index=0)
+        settings.append(sampling_params(sample, EOS_TOKEN_IDS, needs_top_k=True))
+    assert [(s.temperature, s.top_k) for s in settings] == [(1.0, 1), (TEMPERATURE, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*(mark.args[0] for mark in VLLM_IMPORT_WARNINGS))
+def test_on_a_cpu_there_are_no_sets_with_speculation(model: TinyModel) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(EngineModelError, match=r"expected False with a speculative_config on CPU"):
+        make_engine("vllm", model, return_sampling_mask=True, speculative_config=speculation)
 
 
 async def test_sets_are_returned_where_they_are_asked_for(model: TinyModel) -> None:
