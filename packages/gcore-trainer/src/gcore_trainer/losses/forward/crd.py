@@ -12,7 +12,8 @@ def crd(forward: ForwardPass, *, beta: AboveZero = 1.0) -> LossAndMetrics:
     g = |v_old - (e - x_0)|^2 - |v - (e - x_0)|^2 stands for log p - log p_old of the image, and R in [0, 1] for its
     reward: 1 with an advantage of adv_clip_max, 0 with minus that. Under the policy that maximises the reward with a KL
     penalty, beta g is R up to a constant of the prompt, which the means over its images take out. The images are the
-    policy's own, and the old policy, an average of it, is apart from them.
+    policy's own, and the old policy, an average of it, is apart from them. Scale and bounds of R are those of
+    Flow-Factory's implementation with uniform weights, without its self-normalised errors.
     """
     gains = forward.by_group(forward.errors(forward.old) - forward.errors(forward.policy))
     gaps = beta * gains - forward.by_group(forward.optimality)
