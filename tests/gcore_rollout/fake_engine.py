@@ -57,6 +57,7 @@ class FakeEngine:
         self.served: list[tuple[str, int, int]] = []
         self.calls: list[str] = []
         self.weight_version = version
+        self.num_slots = 4
         self.closed = False
         self.died = asyncio.Event()
         self._step_s = step_s
@@ -76,6 +77,7 @@ class FakeEngine:
             num_running=len(self._running),
             num_waiting=0,
             weight_version=self.weight_version,
+            num_slots=self.num_slots,
         )
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:

@@ -130,6 +130,7 @@ async def test_completions_are_those_of_the_engine(hf: EngineProcess, tied: Tiny
             np.int32,
         )
     assert hf.stats().prompt_tokens == sum(3 + i for i in range(6))
+    assert hf.stats().num_slots == 256
 
 
 async def test_messages_of_one_turn_arrive_in_one() -> None:

@@ -69,6 +69,7 @@ async def test_completions_are_those_of_one_engine() -> None:
     stats = replicas.stats()
     assert stats.completion_tokens == sum(r.n * r.sampling.max_tokens for r in requests)
     assert (stats.num_running, stats.weight_version) == (0, 0)
+    assert stats.num_slots == 3 * 4
     await replicas.close()
     assert all(engine.closed for engine in engines)
     with pytest.raises(RolloutError, match="the replicas are closed"):
