@@ -264,7 +264,8 @@ def test_each_agent_of_a_session_has_advantages_of_its_own(cli: Cli, agent_args:
 def test_roles_have_moving_baselines(cli: Cli, agent_args: list[str]) -> None:
     """RAE: computed from the journal, over two steps, with the run's state saved and loaded between them."""
     options = ["--algorithm.adv-estimator", "rae", "--rollout.agent.credit", "branches"]
-    options += ["--algorithm.options.ema-decay", "0.8", "--trainer.log-samples", "64"]
+    options += ["--algorithm.options.ema-decay", "0.8", "--algorithm.filter-groups", "False"]
+    options += ["--trainer.log-samples", "64", "--rollout.n", "1"]
     options += ["--trainer.save-freq", "1"]
     args = use(option_set(agent_args, "--data.max-response-length", "256"), "planner_and_helper")
     cli.ok(*option_set(args, "--trainer.total-training-steps", "1"), *options)
@@ -426,6 +427,17 @@ def test_a_run_that_is_killed_loses_no_finished_session(cli: Cli, agent_args: li
         (
             ["--algorithm.adv-estimator", "rae"],
             "algorithm.adv_estimator is 'rae'; expected another one without an agent whose rollout.agent.credit is",
+        ),
+        (
+            [
+                "--rollout.agent.run",
+                "a.py:f",
+                "--rollout.agent.credit",
+                "a.py:g",
+                "--algorithm.adv-estimator",
+                "rae",
+            ],
+            "algorithm.filter_groups is true; expected false with algorithm.adv_estimator 'rae', from which every",
         ),
         (
             ["--rollout.agent.run", "a.py:f", "--algorithm.adv-estimator", "gae"],

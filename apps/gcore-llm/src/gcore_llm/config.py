@@ -354,6 +354,8 @@ class TrainConfig(BaseRLConfig):
                 taught = "distillation.teachers or distillation.prompt"
             elif algorithm.learns_environment:
                 taught = "algorithm.options.echo_coef"
+            elif algorithm.estimator.moves_baselines:
+                taught = estimator
             reason = "from which every group learns"
             conflicts["algorithm.filter_groups", "false"] = {taught: reason}
         if self.distillation.prompt:
