@@ -4,7 +4,7 @@ The other ranks are those of torch's ``fake`` process group, which sends nothing
 `config.json` files that the apps bring, and tensors without memory. Megatron-Core's have memory, because it looks at
 numbers to send tokens to experts: that model has two layers.
 
-``python scripts/docs/rank_views.py`` writes the table to docs/recipes.md.
+``python scripts/docs/rank_views.py`` writes the table to docs/recipes.md; with ``--print`` to the terminal.
 """
 
 import json
@@ -293,11 +293,12 @@ def _planned_bytes(config: TrainConfig, folder: Path) -> float:
 
 
 if __name__ == "__main__":
+    table = "".join(row for name in [*LARGE, *PUBLISHED] for row in rows(name, view(name)))
+    if sys.argv[1:] == ["--print"]:
+        print(table, end="")
+        sys.exit()
     text = PAGE.read_text()
     first = ROW.search(text)
     assert first is not None
-    table: list[str] = []
-    for recipe in [*LARGE, *PUBLISHED]:
-        table += rows(recipe, view(recipe))
     before, after = text[: first.start()], ROW.sub("", text[first.start() :])
-    PAGE.write_text(before + "".join(table) + after)
+    PAGE.write_text(before + table + after)

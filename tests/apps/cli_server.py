@@ -11,8 +11,10 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -120,6 +122,9 @@ def import_vllm() -> None:
     with process.keep_process_state(), process.compilation(is_off=True):
         for module in VLLM:
             importlib.import_module(module)
+    # A rank that waits for a message would keep a core busy, and two of them both cores of CI's machine.
+    shm_broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    shm_broadcast.sched_yield = partial(time.sleep, 1e-3)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment.items() - os.environ.items())

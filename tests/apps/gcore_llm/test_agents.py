@@ -1,10 +1,10 @@
 """`gcore-llm train` with agents, which get a URL and a key."""
 
 import json
-import re
 import signal
 from collections import Counter
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from command_line import Cli, option_set, read_rows, step_rows
@@ -453,11 +453,12 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
 def test_the_example_learns(cli: Cli, tmp_path: Path) -> None:
     """The command of the README: a tiny model from nothing, an agent of the OpenAI Agents SDK, a tool."""
     example = Path(__file__).parents[3] / "examples/tool_agent.py"
-    out = cli.ok("train", "--rollout.agent.run", f"{example}:agent")
+    cli.ok(
+        *("train", "--rollout.agent.run", f"{example}:agent"),
+        *("--trainer.total-training-steps", "16"),
+    )
     rows = step_rows(cli.cwd / "runs/default")
     assert all(row["training/rollout_log_probs_diff_max"] < 1e-3 for row in rows)
-    scores = re.findall(r"held-out score (\S+) greedy, (\S+) sampled", out)
-    before, after = ([float(score) for score in pair] for pair in (scores[0], scores[-1]))
-    gains = [late - early for early, late in zip(before, after, strict=True)]
-    # By 0.24 and more in three runs: the order in which sessions end changes the last bits, and with them the run.
-    assert max(gains) >= 0.2
+    rewards = [row["critic/rewards/mean"] for row in rows]
+    # Of 64 sessions or more a step. The order in which they end changes the last bits, and with them the run.
+    assert mean(rewards[-4:]) - mean(rewards[:4]) >= 0.1
