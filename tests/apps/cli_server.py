@@ -16,7 +16,7 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from forks import SOCKET, Forks
 from PIL import Image
@@ -123,7 +123,9 @@ def import_vllm() -> None:
         for module in VLLM:
             importlib.import_module(module)
     # A rank that waits for a message would keep a core busy, and two of them both cores of CI's machine.
-    shm_broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    shm_broadcast: Any = importlib.import_module(
+        "vllm.distributed.device_communicators.shm_broadcast"
+    )
     shm_broadcast.sched_yield = partial(time.sleep, 1e-3)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]

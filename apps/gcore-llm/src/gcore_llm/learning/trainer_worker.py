@@ -123,7 +123,7 @@ def start_trainer(
     """Load the models in training, in this process or on ranks in local processes."""
     # The calls of agents are answered in this process, also while it trains.
     rollout = config.rollout
-    continues = rollout.partial_rollout or config.trainer.schedule != "sync"
+    continues = rollout.partial_rollout is not False or config.trainer.schedule != "sync"
     is_asked = rollout.has_several_turns and continues
     return start_ranks(
         LLMTrainerWorker, config, config.trainer, model, checkpoints, in_thread=is_asked

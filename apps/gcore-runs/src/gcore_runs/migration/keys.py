@@ -22,9 +22,9 @@ class Key:
     off: tuple[Any, ...] | None = None
     """None: it has no meaning here. Otherwise the values with which nothing is missing; with others something is."""
     values: Mapping[str, Any] | None = None
-    """Of a choice, what is here for each value; with any other, the first of them is taken."""
+    """What is here for each value of a choice; with any other value, the first of them is taken."""
     read_by: Collection[str] = ()
-    """Of an option, the algorithms that have it."""
+    """The algorithms that have this option."""
 
 
 @cache

@@ -22,7 +22,6 @@ class _Sample(ReplicaRequest, Generic[RequestT, SampleT]):
 
     call: Call[SampleT]
     request: RequestT
-    index: int
     replica: int
 
 

@@ -169,7 +169,7 @@ class ForwardPass:
 
     @property
     def optimality(self) -> torch.Tensor:
-        """How good the images are [B], in [0, 1]."""
+        """Advantages [B], moved to [0, 1]."""
         return self.unit_advantages / 2 + 0.5
 
     def errors(self, output: torch.Tensor) -> torch.Tensor:
