@@ -13,7 +13,7 @@ from tones import Take
 
 from gcore_controller import VirtualTimeLoop
 from gcore_controller.collectives.peer import Message, Part
-from gcore_controller.rlhf.exchange import exchange
+from gcore_controller.rlhf.dynamic_sampling import exchange
 
 SIZE = 64
 NUM_HOPS = int(math.log2(SIZE))

@@ -26,7 +26,7 @@ from gcore_controller import (
     run_simulated,
 )
 from gcore_controller.errors import ControllerError
-from gcore_controller.rlhf.exchange import exchange
+from gcore_controller.rlhf.dynamic_sampling import exchange
 from gcore_placement import predict_ages
 
 CONFIG = RLHFConfig(

@@ -22,7 +22,7 @@ class Key:
     off: tuple[Any, ...] | None = None
     """None: it has no meaning here. Otherwise the values with which nothing is missing; with others something is."""
     values: Mapping[str, Any] | None = None
-    """What is here for each value of a choice; with any other value, the first of them is taken."""
+    """The value here for each value of a choice; with any other value, the first of them is taken."""
     read_by: Collection[str] = ()
     """The algorithms that have this option."""
 

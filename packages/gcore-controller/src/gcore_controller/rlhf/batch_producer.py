@@ -8,9 +8,13 @@ from typing import Any, Generic
 
 from gcore_controller.context import Context, DeviceWork
 from gcore_controller.rlhf.curriculum import Curriculum
-from gcore_controller.rlhf.dynamic_sampling import DynamicSampler, SampledBatch
+from gcore_controller.rlhf.dynamic_sampling import (
+    DynamicSampler,
+    SampledBatch,
+    exchange,
+    gather_all,
+)
 from gcore_controller.rlhf.events import Round
-from gcore_controller.rlhf.exchange import exchange, gather_all
 from gcore_controller.rlhf.modality import (
     Generated,
     GroupT,

@@ -1,17 +1,19 @@
 """Dynamic sampling, as in DAPO (arXiv 2503.14476, section 3.2) and G-Core (arXiv 2507.22789).
 
 A group whose responses all score alike has no gradient, so other prompts are drawn in its place. Controllers sample on
-their own and meet once a wave, to count.
+their own and meet once a wave, to count; then groups change their controller, so that each trains on an even share.
 """
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.rlhf.exchange import gather_all
 from gcore_controller.rlhf.modality import GroupT, PromptGroup
+
+T = TypeVar("T")
 
 SampleWave = Callable[[int], Awaitable[list[GroupT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
@@ -113,6 +115,39 @@ class DynamicSampler(Generic[GroupT]):
         """Restore `state`."""
         self.acceptance = state["acceptance"]
         self.surplus = [decode(g) for g in state["surplus"]]
+
+
+async def exchange(
+    groups: Sequence[GroupT],
+    costs: Sequence[float],
+    *,
+    balance: Callable[[list[float], int], Sequence[Sequence[int]]],
+    group: Collectives,
+) -> list[GroupT]:
+    """Redistribute all controllers' groups so that each gets about the same cost; see `Modality.balance`.
+
+    The first controller computes the assignment, since all controllers may share one process. Only groups that change
+    owners are sent. Returns this controller's new share, by prompt index.
+    """
+    mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
+    everyones = sorted(await gather_all(group, mine))
+    parts = None
+    if group.rank == 0:
+        parts = balance([cost for _, cost in everyones], group.world_size)
+    owners: dict[int, int] = {}
+    for rank, part in enumerate(await group.broadcast(parts)):
+        for i in part:
+            owners[everyones[i][0]] = rank
+    outgoing: list[list[GroupT]] = [[] for _ in range(group.world_size)]
+    for entry in groups:
+        outgoing[owners[entry.prompt_index]].append(entry)
+    incoming = await group.all_to_all(outgoing)
+    return sorted(chain.from_iterable(incoming), key=lambda g: g.prompt_index)
+
+
+async def gather_all(group: Collectives, values: list[T]) -> list[T]:
+    """Return the values of all controllers in one list, in rank order."""
+    return list(chain.from_iterable(await group.all_gather(values)))
 
 
 def _place(group: PromptGroup) -> tuple[int, int]:
