@@ -49,6 +49,10 @@ FORMULAS: Mapping[str, tuple[str, float]] = {
         "tests/gcore_trainer/test_advantages.py::test_process_supervision_adds_up_the_steps_that_follow",
         1e-5,
     ),
+    "flash_reinforce": (
+        "tests/apps/gcore_llm/test_preparation.py::test_responses_are_compared_with_their_batch",
+        1e-6,
+    ),
     "rae": (
         "tests/apps/gcore_llm/test_preparation.py::test_roles_have_moving_baselines",
         1e-6,

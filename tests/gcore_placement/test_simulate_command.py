@@ -143,9 +143,12 @@ def test_a_run_of_gcore_llm_is_simulated_and_a_wrong_one_refused(
     assert "expected a gcore-llm run, with config.toml and metrics.jsonl" in capsys.readouterr().err
 
 
-def test_published_runs_grow_as_they_are_published(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_runs_grow_as_they_are_published(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["simulate", "--scenario", "r1_zero", "--steps", "2"]) == 0
     assert "responses: DeepSeek-R1-Zero" in capsys.readouterr().out
+    monkeypatch.setitem(scenarios.SCALES, 64, (64, 8))
     r1_zero = scenario("r1_zero", "32B", 64, num_steps=11).trace
     means = [float(r1_zero.response_length[r1_zero.step_slice(step)].mean()) for step in range(11)]
     assert means[::2] == pytest.approx([500, 2500, 4000, 6000, 9256, 15_000], rel=0.1)

@@ -18,7 +18,7 @@ from gcore_trainer import (
     grpo_advantages,
 )
 from gcore_trainer.advantages.estimator import get_advantage_estimator, whiten, whitening_moments
-from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.estimators.reinforce.reinforce_plus_plus import discounted_returns
 from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.advantages.estimators.rloo import rloo_advantages
 

@@ -40,7 +40,7 @@ from gcore_trainer import (
     scored_at_end,
 )
 from gcore_trainer.advantages.estimator import whiten, whitening_moments
-from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.estimators.reinforce.reinforce_plus_plus import discounted_returns
 from gcore_trainer.advantages.reward_shaping import kl_estimates
 from gcore_trainer.advantages.rollout_correction import weight_moments
 from gcore_trainer.config import (

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
-from torch.distributions import Categorical, kl_divergence
+from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 from gcore_trainer import (
     BatchError,
@@ -114,6 +114,27 @@ def test_without_rules_a_batch_is_only_measured() -> None:
 def test_rejection(rule: RolloutRS, upper: float, kept: list[list[float]]) -> None:
     _, masks, _ = correct(RATIOS, MASKS, rollout_rs=rule, rollout_rs_threshold=upper)
     assert_rows(masks, kept)
+
+
+@pytest.mark.parametrize("rule", ["token_kl", "token_tv", "seq_mean_kl", "seq_mean_tv"])
+def test_rejection_by_the_divergence_between_a_token_and_all_others(rule: RolloutRS) -> None:
+    """Those of the distributions of torch: sum of p |log p / q| and half the sum of |p - q| over the two outcomes."""
+    rollout = [np.linspace(-3.0, -1.0, ratio.size) for ratio in RATIOS]
+    expected: list[Array] = []
+    for ratio, log_q in zip(RATIOS, rollout, strict=True):
+        q = Bernoulli(probs=torch.from_numpy(np.exp(log_q)))
+        p = Bernoulli(probs=torch.from_numpy(np.exp(log_q) * ratio).clamp(max=1 - 1e-12))
+        divergence = kl_divergence(q, p) if rule.endswith("kl") else (q.probs - p.probs).abs()
+        if rule.startswith("seq"):
+            divergence = divergence.mean().expand_as(divergence)
+        expected.append(divergence.numpy())
+    values = np.concatenate(expected)
+    # Between the two largest ones.
+    upper = float(np.unique(values)[-2:].mean())
+    _, masks, metrics = correct(RATIOS, MASKS, rollout_rs=rule, rollout_rs_threshold=upper)
+    assert_rows(masks, [(divergence <= upper).astype(float).tolist() for divergence in expected])
+    assert metrics[f"rollout_corr/rollout_rs_{rule}_max"] == pytest.approx(values.max(), rel=1e-6)
+    assert metrics[f"rollout_corr/rollout_rs_{rule}_mean"] == pytest.approx(values.mean(), rel=1e-6)
 
 
 def test_a_bound_of_k1_is_one_of_the_inverse_ratio() -> None:

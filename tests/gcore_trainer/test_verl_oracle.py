@@ -34,7 +34,7 @@ from gcore_trainer.advantages.estimator import (
     whiten,
     whitening_moments,
 )
-from gcore_trainer.advantages.estimators.reinforce_plus_plus import discounted_returns
+from gcore_trainer.advantages.estimators.reinforce.reinforce_plus_plus import discounted_returns
 from gcore_trainer.advantages.estimators.remax import remax_advantages
 from gcore_trainer.config import (
     POLICY_LOSSES as BUILT_IN,

@@ -715,10 +715,7 @@ def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> No
         (["--max-tokens", "-5"], "max_tokens is -5; expected 0 or more"),
         (["--max-tokens", "5000"], "expected at most 512, which the model takes"),
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
-        (
-            ["--top-p", "0.9"],
-            "unknown option --top-p; there is no such setting: responses are sampled from",
-        ),
+        (["--top-p", "0.9"], "unknown option --top-p; known here: --images, --max-tokens, --n,"),
         (["again"], "unexpected argument 'again'; expected gcore-llm sample RUN PROMPT"),
     ):
         assert expected in cli.refused("sample", "runs/default", "1+1=", *options)

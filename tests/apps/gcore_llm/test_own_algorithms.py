@@ -128,8 +128,8 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
     [
         (
             ["--algorithm.adv-estimator", "ppo"],
-            "algorithm.adv_estimator is 'ppo'; expected one of distillation, dr_grpo, gae, gdpo, gigpo, grpo, "
-            "grpo_passk, grpo_process, maxrl, opo, optimal_token_baseline, rae, reinforce_plus_plus, "
+            "algorithm.adv_estimator is 'ppo'; expected one of distillation, dr_grpo, flash_reinforce, gae, gdpo, "
+            "gigpo, grpo, grpo_passk, grpo_process, maxrl, opo, optimal_token_baseline, rae, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, remax",
         ),
         (

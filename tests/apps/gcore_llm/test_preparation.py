@@ -320,6 +320,23 @@ def test_a_response_without_a_token_has_no_part_in_the_divergence() -> None:
     assert metrics["actor/reward_kl_penalty"] == without["actor/reward_kl_penalty"] != 0
 
 
+def test_responses_are_compared_with_their_batch() -> None:
+    """FlashREINFORCE: A = R less the mean of R over all responses, of two controllers and of one to a prompt."""
+    scores = [1.0, 0.0, 2.0, 5.0]
+    groups = [
+        Group(
+            prompt_index=i,
+            prompt_ids=np.arange(3),
+            responses=[replace(make_episode(("", 0.0)), score=score, credit=None, agents={})],
+        )
+        for i, score in enumerate(scores)
+    ]
+    algorithm = AlgorithmConfig(adv_estimator="flash_reinforce")
+    advantages, _ = prepare_groups(groups, algorithm, {})
+    written = [array[:2].tolist() for array in advantages]
+    assert written == [[-1.0] * 2, [-2.0] * 2, [0.0] * 2, [3.0] * 2]
+
+
 def test_roles_have_moving_baselines() -> None:
     """RAE: b <- 0.9 b + 0.1 R of each role in its game, by prompt and episode, and A = R - b with b before R.
 

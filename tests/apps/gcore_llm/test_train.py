@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -528,6 +529,18 @@ def test_variants(cli: Cli, own_args: list[str], options: list[str]) -> None:
         # Of the last update, whose policy is no longer the one that sampled.
         assert abs(last["actor/ppo_kl"]) > 1e-5
         assert last["training/rollout_probs_diff_mean"] > 1e-5
+
+
+def test_one_response_to_each_prompt(cli: Cli, own_args: list[str]) -> None:
+    """FlashREINFORCE, with the options of the page on algorithms."""
+    page = Path(__file__).parents[3] / "docs/reference/algorithms.md"
+    options = re.search(r"FlashREINFORCE.*?`(.*?)`", page.read_text(), re.DOTALL)
+    assert options
+    cli.ok(*own_args, *options[1].split())
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["actor/grad_norm"] > 0
+        assert row["critic/advantages/min"] < 0 < row["critic/advantages/max"]
+        assert 0 <= row["rollout_corr/rollout_rs_seq_mean_kl_max"] < 1e-3
 
 
 def test_kl_in_the_reward_adapts(cli: Cli, own_args: list[str]) -> None:

@@ -354,7 +354,7 @@ class TrainConfig(BaseRLConfig):
                 taught = "distillation.teachers or distillation.prompt"
             elif algorithm.learns_environment:
                 taught = "algorithm.options.echo_coef"
-            elif algorithm.estimator.moves_baselines:
+            elif algorithm.estimator.moves_baselines or algorithm.estimator.centers_batch:
                 taught = estimator
             reason = "from which every group learns"
             conflicts["algorithm.filter_groups", "false"] = {taught: reason}

@@ -22,11 +22,11 @@ LRSchedulerType = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 RolloutIS = Literal["token", "sequence"]
-_TokenRS = Literal["token_k1", "token_k2", "token_k3"]
+_TokenRS = Literal["token_k1", "token_k2", "token_k3", "token_kl", "token_tv"]
 _SequenceRS = Literal[
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"
 ]
-RolloutRS = Literal[_TokenRS, _SequenceRS, "seq_max_k2", "seq_max_k3"]
+RolloutRS = Literal[_TokenRS, _SequenceRS, "seq_max_k2", "seq_max_k3", "seq_mean_kl", "seq_mean_tv"]
 Switch = bool | Literal["auto"]
 
 
@@ -302,10 +302,11 @@ class RolloutCorrectionConfig(CheckedConfig):
     rollout_rs: RolloutRS | None = None
     """Rejection by a divergence of each token, or by a sequence's sum, mean or maximum of it.
 
-    With r the ratio: k1 is -log r, k2 is (log r)^2 / 2 and k3 is r - 1 - log r. seq_mean_k1 is the geometric mean.
+    With r the ratio: k1 is -log r, k2 is (log r)^2 / 2 and k3 is r - 1 - log r. seq_mean_k1 is the geometric mean. kl
+    and tv are divergences between a token and all others, as the losses dppo_kl and dppo_tv compute them.
     """
     rollout_rs_threshold: float | None = None
-    """Upper bound, of a divergence in k2 and k3, of the inverse ratio pi_rollout / pi_old in k1; more is rejected."""
+    """Upper bound, of the inverse ratio pi_rollout / pi_old in k1, otherwise of the divergence; more is rejected."""
     rollout_rs_threshold_lower: float | None = None
     """Lower bound of the inverse ratio in k1; None: 1 / ``rollout_rs_threshold``."""
     rollout_token_veto_threshold: Annotated[float | None, _VETO] = None

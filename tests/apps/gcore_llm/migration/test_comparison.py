@@ -4,12 +4,16 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from command_line import Cli
 
+from gcore_llm.config import TrainConfig
 from gcore_llm.migration.comparison import computed_by_trl, computed_by_verl, differences
 from gcore_llm.migration.fixed_batch import FixedBatch, computed_here
+from gcore_runs import UserError
+from gcore_trainer import RolloutCorrectionConfig
 
 from .conversions import N8, from_trl, from_verl, train_config
 
@@ -126,6 +130,27 @@ def test_converted_settings_mean_what_they_mean_in_trl(name: str) -> None:
     ):
         # TRL adds 1e-4 to the deviation of a group, where gcore and verl add 1e-6.
         assert gap < (1e-5 if name == "dr_grpo" else 1e-3), quantity
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adv_estimator": "maxrl"}, "'maxrl'; expected an estimator that verl has, too"),
+        (
+            {
+                "old_log_probs": "trainer",
+                "rollout_correction": RolloutCorrectionConfig(
+                    rollout_rs="seq_mean_tv", rollout_rs_threshold=0.1
+                ),
+            },
+            "rollout_rs is 'seq_mean_tv'; expected a divergence that verl has, too",
+        ),
+    ],
+)
+def test_what_verl_does_not_have(settings: dict[str, Any], message: str) -> None:
+    config = replace(TrainConfig(), algorithm=replace(TrainConfig().algorithm, **settings))
+    with pytest.raises(UserError, match=message):
+        computed_by_verl(config, FixedBatch.of(config, seed=0))
 
 
 def test_the_command(cli: Cli) -> None:

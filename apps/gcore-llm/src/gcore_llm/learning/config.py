@@ -51,8 +51,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     """How scores become advantages: against the group (grpo, dr_grpo, gdpo, rloo, reinforce_plus_plus_baseline, opo,
     maxrl, grpo_passk, optimal_token_baseline), turns against those at the same state (gigpo), turns or steps against
     those of the group (grpo_process), turns against a moving average of their agent (rae), a greedy response (remax),
-    the batch (reinforce_plus_plus) or a critic (gae); not at all, with teachers alone (distillation); or by your own
-    function (PATH.py:function)."""
+    the batch (reinforce_plus_plus, flash_reinforce) or a critic (gae); not at all, with teachers alone (distillation);
+    or by your own function (PATH.py:function)."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Parameters of the chosen adv_estimator or actor.loss.loss_mode alone, and of what is added to every loss
     (echo_coef), listed in docs/reference/algorithms.md; on the command line --algorithm.options.NAME and a value."""

@@ -228,6 +228,11 @@ def _verl_correction(
     config: TrainConfig, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     correction = config.algorithm.rollout_correction
+    rule = correction.rollout_rs
+    if rule and rule.endswith(("_kl", "_tv")):
+        raise UserError(
+            f"algorithm.rollout_correction.rollout_rs is {rule!r}; expected a divergence that verl has, too"
+        )
 
     def bounds(upper: float | None, lower: float | None) -> Any:
         return upper if lower is None else f"{lower}_{upper}"
@@ -244,7 +249,7 @@ def _verl_correction(
             correction.rollout_is_threshold, correction.rollout_is_threshold_lower
         ),
         rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
-        rollout_rs=correction.rollout_rs,
+        rollout_rs=rule,
         rollout_rs_threshold=bounds(
             correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower
         ),

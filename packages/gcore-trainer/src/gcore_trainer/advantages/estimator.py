@@ -112,6 +112,8 @@ class AdvantageEstimator:
     """Baselines of roles, which the run keeps from batch to batch, are subtracted from the returns of turns."""
     whiten: bool = False
     """The advantages are whitened over the batch."""
+    centers_batch: bool = False
+    """The mean score of the batch's responses is subtracted from the advantages."""
     min_group_size: int = 1
     """Fewest responses to a prompt that can be compared."""
 
@@ -362,6 +364,9 @@ async def add_advantages(
         everyone.extend(group_samples)
         scores.append(scored.scores)
     metrics = await statistics("critic/rewards", scores, all_gather)
+    if estimator.centers_batch:
+        for sample in everyone:
+            sample.advantages = sample.advantages - np.float32(metrics["critic/rewards/mean"])
     if estimator.whiten:
         moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
         batch = sum(await all_gather(moments), np.zeros(3))

@@ -19,6 +19,7 @@ from gcore_trainer.config import RolloutCorrectionConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
 
+_EPSILON = 1e-8
 _Floats = NDArray[np.floating]
 _Array = NDArray[np.float64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -288,8 +289,12 @@ def _within_thresholds(
             statistic = -log_ratio_N
         case "k2":
             statistic = np.square(log_ratio_N) / 2
-        case _:
+        case "k3":
             statistic = np.expm1(log_ratio_N) - log_ratio_N
+        case "kl":
+            statistic = _divergence(tokens)
+        case _:
+            statistic = np.abs(np.exp(tokens.old) - np.exp(tokens.rollout))
     reduction = {"seq_sum": tokens.sums, "seq_mean": tokens.means, "seq_max": tokens.maxima}
     if level != "token":
         statistic = reduction[level](statistic)
@@ -314,6 +319,13 @@ def _within_thresholds(
         f"{name}_min": statistic.min(),
     }
     return within_N.astype(np.bool_), metrics
+
+
+def _divergence(tokens: _Tokens) -> _Array:
+    """Return KL(rollout || old) [N] between a token and all others (DPPO, arXiv 2602.04879)."""
+    rollout_N = np.exp(tokens.rollout)
+    others_N = np.log1p(_EPSILON - rollout_N) - np.log1p(_EPSILON - np.exp(tokens.old))
+    return (1 - rollout_N) * others_N - rollout_N * tokens.log_ratio
 
 
 def _divergence_metrics(tokens: _Tokens) -> dict[str, Any]:

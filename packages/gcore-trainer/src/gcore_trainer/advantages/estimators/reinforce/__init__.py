@@ -1,0 +1,1 @@
+"""Estimators that compare responses with the whole batch: REINFORCE++ and those like it."""
