@@ -144,11 +144,6 @@ def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers for two cores; slow tests, which also wait for clusters to start and to notice losses, have three."""
-    return 3 if config.option.markexpr == "slow" else 2
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     place = {tests / name: i for i, name in enumerate(LONGEST_FIRST)}

@@ -97,13 +97,14 @@ def test_a_model_learns_from_rows_with_images(cli: Cli, job: list[str], model: P
 @pytest.mark.slow
 def test_a_longer_run_continues_with_its_images(cli: Cli, job: list[str]) -> None:
     """In surplus groups and in samples that were cut short, too."""
-    job += [
+    job = [
+        *option_set(job, "--data.max-response-length", "64"),
         "--rollout.partial-rollout",
         "True",
         "--rollout.over-sample-rate",
         "1.0",
         "--rollout.max-num-seqs",
-        "8",
+        "24",
     ]
     for name, totals in (("straight", ("3",)), ("extended", ("1", "3"))):
         for total in totals:
