@@ -9,7 +9,6 @@ from gcore_bench.cli import main
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("vllm_forks")
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["agents", "--quick", "--json", str(tmp_path / "figures.json")])
     [part] = json.loads((tmp_path / "figures.json").read_text())["parts"]
