@@ -466,9 +466,18 @@ class DiffusionConfig(BaseRLConfig):
         self._check_options()
         if name in NOISELESS:
             self.require("rollout.kernel", kernel in ("ode", "ddim"), f"'ode' or 'ddim' {suffix}")
-        elif name != "opd":
-            noisy = f"a kernel with noise, whose steps have log-probabilities, {suffix}"
-            self.require("rollout.kernel", kernel != "ode", noisy)
+        elif name == "opd":
+            self.require(
+                "algorithm.filter_groups",
+                not self.algorithm.filter_groups,
+                f"false {suffix}, which learns from all images",
+            )
+        else:
+            self.require(
+                "rollout.kernel",
+                kernel != "ode",
+                f"a kernel with noise, whose steps have log-probabilities, {suffix}",
+            )
         if name == "grpo_guard":
             self.require("rollout.kernel", kernel != "ddim", f"a kernel of a flow {suffix}")
         is_of_sde = self.actor.loss.kl_loss_type == "gaussian" or kernel in (
@@ -479,8 +488,11 @@ class DiffusionConfig(BaseRLConfig):
             "actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}"
         )
         if self.actor.component:
-            levels = f"'' {suffix}, which trains on levels of all steps"
-            self.require("actor.component", name not in FORWARD, levels)
+            self.require(
+                "actor.component",
+                name not in FORWARD,
+                f"'' {suffix}, which trains on levels of all steps",
+            )
             has_window = name == "reward_gradient" or self.rollout.window_size > 0
             self.require(
                 "rollout.window_size",
@@ -509,14 +521,12 @@ class DiffusionConfig(BaseRLConfig):
 
     def _check_options(self) -> None:
         algorithm = self.algorithm
-        is_taught = algorithm.name == "opd"
-        if algorithm.options or is_taught:
+        # That of opd must be set.
+        if algorithm.options or algorithm.name == "opd":
             # It needs torch, which reading settings does not.
             from gcore_trainer import diffusion_options
 
             override(diffusion_options(algorithm.loss), algorithm.options, "algorithm.options")
-        every = "false with algorithm.name 'opd', which learns from all images"
-        self.require("algorithm.filter_groups", not (is_taught and algorithm.filter_groups), every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._workload = job.workload
         self._kl = KLController(config.algorithm.kl_ctrl)
         self._baselines: dict[str, float] = {}
+        self._columns = config.distillation.columns
+        if config.algorithm.estimator.moves_baselines:
+            self._columns.append(GAME_COLUMN)
         self._sampling = sampling_params(config)
         self._with_greedy = config.algorithm.estimator.needs_greedy
         self._has_critic = has_critic(config)
@@ -179,7 +182,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             may_stop=wave.may_stop,
             slots=None if wave.quota is None else self._count_slots(ctx),
             running=self._running,
-            columns=[*self._distillation.columns, GAME_COLUMN],
+            columns=self._columns,
             credits_steps=self._config.algorithm.estimator.reads_steps,
             history=self._history,
             defers=max_tokens < limit,

@@ -198,13 +198,11 @@ class PromptLoader(Generic[RowT]):
 
     def state(self) -> dict[str, Any]:
         """Return the position in the global order, the same on every controller after the same calls of `take`."""
-        num_rows = len(self.rows)
-        returned = list(self.returned)
         return {
             "cursor": self.cursor,
-            "num_rows": num_rows,
+            "num_rows": len(self.rows),
             "seed": self.seed,
-            "returned": returned,
+            "returned": list(self.returned),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:

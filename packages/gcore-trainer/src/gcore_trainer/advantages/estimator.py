@@ -366,7 +366,7 @@ async def add_advantages(
     metrics = await statistics("critic/rewards", scores, all_gather)
     if estimator.centers_batch:
         for sample in everyone:
-            sample.advantages = sample.advantages - np.float32(metrics["critic/rewards/mean"])
+            sample.advantages -= np.float32(metrics["critic/rewards/mean"])
     if estimator.whiten:
         moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
         batch = sum(await all_gather(moments), np.zeros(3))

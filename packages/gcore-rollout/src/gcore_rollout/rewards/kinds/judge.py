@@ -338,10 +338,11 @@ class JudgeReward(_ScoreJudge):
             parts = [{"step": step.strip(), "completion": next(prefixes)} for step in steps]
         texts = {"prompt": prompt, "completion": completion}
         questions = [self._fill_template(row, **(texts | part)) for part in parts or [{}]]
+        answers = await self.ask(questions)
+        if not parts:
+            return self._score_verdicts(answers[0])
         scores: list[Scored] = []
-        for number, verdicts in enumerate(await self.ask(questions), 1):
-            if not parts:
-                return self._score_verdicts(verdicts)
+        for number, verdicts in enumerate(answers, 1):
             with locate_errors(f"{self._part} {number}"):
                 scores.append(self._score_verdicts(verdicts))
         if rubric:
